@@ -1,0 +1,447 @@
+//! The data plane's decisions, without its system calls: what may be placed, what is sent next, what is fenced.
+//!
+//! A transport (and the simulator) does the input and output around these. [`SlotTable`] is the receiving side: one
+//! slot per live grant. [`LinkSender`] is the sending side of one link: transfers, chunks, windows, resumption.
+// SKELETON (owner: flow+wire). Signatures are the contract.
+
+use std::fmt;
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::id::{Generation, Incarnation, PoolId, SlotId};
+use crate::layout::PoolLayout;
+use crate::memory::{Region, Segment};
+use crate::plan::Target;
+use crate::time::Time;
+
+/// A part of a hand-off: tokens, layers (indices in the grant's scope), and whether state blocks belong to it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct PartExtent {
+    /// First token position.
+    pub token_start: u32,
+    /// One past the last token position.
+    pub token_end: u32,
+    /// First layer, as an index in the grant's scope.
+    pub layer_start: u16,
+    /// One past the last layer.
+    pub layer_end: u16,
+    /// Whether the state blocks of these layers belong to this part.
+    pub states: bool,
+}
+
+impl PartExtent {
+    /// Everything the grant covers.
+    pub const WHOLE: PartExtent = PartExtent {
+        token_start: 0,
+        token_end: u32::MAX,
+        layer_start: 0,
+        layer_end: u16::MAX,
+        states: true,
+    };
+}
+
+/// A part's bytes in stream order, as segments of one side's regions. Expanding allocates nothing.
+pub trait ByteStream: Send + Sync + fmt::Debug {
+    /// Bytes in the stream.
+    fn length(&self) -> u64;
+
+    /// Appends to `out` the segments of `offset..offset + length` (clipped to the stream's end), adjacent ones
+    /// merged, until `out` holds `segments_max`. Returns the bytes they cover.
+    fn segments(&self, offset: u64, length: u64, segments_max: usize, out: &mut Vec<Segment>) -> u64;
+}
+
+/// Admission to memory that may be taken back at any moment: a fence that data threads pass around each
+/// non-blocking call. One atomic word: open or closed, and how many are inside.
+#[derive(Debug, Default)]
+pub struct Gate {
+    // owner's
+}
+
+impl Gate {
+    /// An open gate.
+    pub fn new() -> Arc<Gate> {
+        unimplemented!()
+    }
+    /// Enters, if the gate is open. The guard leaves when dropped.
+    pub fn enter(&self) -> Option<GateGuard<'_>> {
+        unimplemented!()
+    }
+    /// Closes. True if nobody is inside (fenced now); otherwise whoever leaves last sees it from `leave`.
+    pub fn close(&self) -> bool {
+        unimplemented!()
+    }
+    /// Whether it is closed and nobody is inside.
+    pub fn fenced(&self) -> bool {
+        unimplemented!()
+    }
+}
+
+/// Being inside a [`Gate`].
+#[derive(Debug)]
+pub struct GateGuard<'a> {
+    _gate: &'a Gate,
+}
+
+/// What a chunk header says (its wire form is in [`crate::wire::lane`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ChunkHeader {
+    /// The receiver's slot.
+    pub slot: SlotId,
+    /// Which use of it.
+    pub generation: Generation,
+    /// The part's number, chosen by the sender; [`MESSAGE_PART`] for the user message.
+    pub part: u32,
+    /// The part's extent.
+    pub extent: PartExtent,
+    /// First byte in the part's stream.
+    pub offset: u64,
+    /// Bytes, at most [`CHUNK_BYTES_MAX`].
+    pub length: u32,
+    /// The transfer carries a user message: arrival waits for it too.
+    pub has_message: bool,
+    /// The trailer carries a payload checksum.
+    pub checksummed: bool,
+}
+
+/// The part number of the user message.
+pub const MESSAGE_PART: u32 = u32::MAX;
+/// A chunk's bytes, at most: 1 MiB.
+pub const CHUNK_BYTES_MAX: u32 = 1 << 20;
+/// A user message's bytes, at most: 64 KiB.
+pub const MESSAGE_BYTES_MAX: usize = 64 << 10;
+
+// ------------------------------------------------------------------------------------------------ receiving
+
+/// What a slot is opened for.
+pub struct SlotSpec {
+    /// The pool's layout.
+    pub layout: Arc<PoolLayout>,
+    /// The pool's regions.
+    pub regions: Arc<[Arc<Region>]>,
+    /// The blocks.
+    pub target: Arc<Target>,
+    /// Only this peer may write, if given.
+    pub writer: Option<Incarnation>,
+    /// The pool, for errors.
+    pub pool: PoolId,
+    /// Told, on a data thread, at the instant the slot has arrived or is fenced. Must not block.
+    pub watcher: Option<Arc<dyn SlotWatcher>>,
+}
+
+/// Whoever wants to know about one slot at once (the runtime's handle). Called without locks held.
+pub trait SlotWatcher: Send + Sync {
+    /// The last byte has been placed.
+    fn arrived(&self, message: Option<Arc<[u8]>>);
+}
+
+/// The receiving side's slots. Shared by the control plane and all data threads; one lock per slot.
+pub struct SlotTable {
+    // owner's
+}
+
+/// What to do with a chunk whose header has been read.
+pub enum Placement {
+    /// Place it: enter `gate` around each read, scatter into the stream from the header's offset on.
+    Place {
+        /// The part's stream.
+        stream: Arc<dyn ByteStream>,
+        /// Regions the stream's segments index.
+        regions: Arc<[Arc<Region>]>,
+        /// The fence to pass around each call that may write.
+        gate: Arc<Gate>,
+    },
+    /// The user message: read into a buffer and give it to [`SlotTable::message_applied`].
+    Message,
+    /// Already applied, or the slot is closed, ended or of another generation: read into scrap; ack with `refused`.
+    Scrap,
+}
+
+/// What an applied chunk led to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Applied {
+    /// Counted.
+    Counted,
+    /// Counted, and it was the last: the slot has arrived.
+    Arrived,
+    /// Not counted: the slot was closed meanwhile.
+    Refused,
+}
+
+/// How a slot came to be closed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Close {
+    /// It had already arrived: arrived wins over a crossing cancel.
+    AlreadyArrived,
+    /// Closed and fenced: no byte lands any more.
+    Fenced,
+    /// Closed; a data thread is inside. [`SlotTable::fenced`] turns true when it has left.
+    Waiting,
+    /// No such slot or generation.
+    Gone,
+}
+
+impl SlotTable {
+    /// A table of at most `slots_max` slots; `Busy` beyond.
+    pub fn new(_slots_max: u32) -> Arc<SlotTable> {
+        unimplemented!()
+    }
+    /// Opens a slot with a new generation.
+    pub fn open(&self, _spec: SlotSpec) -> Result<(SlotId, Generation)> {
+        unimplemented!()
+    }
+    /// Checks a chunk header before any byte is placed. `Err(Protocol)` means that the peer broke the protocol
+    /// (out of the stream, overlapping extent, too many parts): the lane must be closed.
+    pub fn begin(&self, _from: Incarnation, _header: &ChunkHeader) -> Result<Placement> {
+        unimplemented!()
+    }
+    /// Counts a chunk whose bytes have all been placed and whose trailer said valid.
+    pub fn applied(&self, _header: &ChunkHeader) -> Applied {
+        unimplemented!()
+    }
+    /// The same for a piece of the user message.
+    pub fn message_applied(&self, _header: &ChunkHeader, _bytes: &[u8]) -> Applied {
+        unimplemented!()
+    }
+    /// Closes the slot, unless it has arrived.
+    pub fn close(&self, _slot: SlotId, _generation: Generation) -> Close {
+        unimplemented!()
+    }
+    /// Whether a closed slot is fenced.
+    pub fn fenced(&self, _slot: SlotId, _generation: Generation) -> bool {
+        unimplemented!()
+    }
+    /// Which of these chunks have been applied, and whether the slot has arrived: the answer to a lane fence.
+    pub fn chunk_states(&self, _chunks: &[ChunkName]) -> Vec<ChunkState> {
+        unimplemented!()
+    }
+    /// Bytes applied so far, whether arrived, and the message.
+    pub fn progress(&self, _slot: SlotId, _generation: Generation) -> Option<SlotProgress> {
+        unimplemented!()
+    }
+    /// Gives the slot back: its next use has a higher generation. Only after its verdict is acknowledged.
+    pub fn release(&self, _slot: SlotId, _generation: Generation) {
+        unimplemented!()
+    }
+    /// Slots in use.
+    pub fn in_use(&self) -> usize {
+        unimplemented!()
+    }
+}
+
+/// How far a slot is.
+#[derive(Debug, Clone)]
+pub struct SlotProgress {
+    /// Bytes applied.
+    pub applied_bytes: u64,
+    /// Bytes of the whole grant.
+    pub total_bytes: u64,
+    /// All placed.
+    pub arrived: bool,
+    /// The user message, if it is whole.
+    pub message: Option<Arc<[u8]>>,
+}
+
+/// A chunk by name, as in a lane fence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ChunkName {
+    /// The receiver's slot.
+    pub slot: SlotId,
+    /// Which use of it.
+    pub generation: Generation,
+    /// The part.
+    pub part: u32,
+    /// First byte in the part's stream.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u32,
+}
+
+/// What became of a chunk that was on a lost lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum ChunkState {
+    /// Its bytes are in place.
+    Applied,
+    /// The slot as a whole has arrived.
+    Arrived,
+    /// Not applied, and never will be from that lane: send again.
+    Missing,
+    /// The slot is closed or gone.
+    Refused,
+}
+
+// -------------------------------------------------------------------------------------------------- sending
+
+/// A transfer on the sending side, unique in its endpoint.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct TransferId(pub u64);
+
+/// A lane of a link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct LaneName {
+    /// Index, below the link's lane count.
+    pub index: u16,
+    /// Which connection of it: grows at each reconnect.
+    pub epoch: u32,
+}
+
+/// What a link is asked to send.
+#[derive(Clone)]
+pub struct SendSpec {
+    /// The transfer.
+    pub id: TransferId,
+    /// The receiver's slot.
+    pub slot: SlotId,
+    /// Which use of it.
+    pub generation: Generation,
+    /// The source's fence: passed around each call that reads source blocks. Shared by all transfers of an offer.
+    pub gate: Arc<Gate>,
+    /// Regions that the parts' streams index.
+    pub regions: Arc<[Arc<Region>]>,
+    /// User message, delivered with the arrival.
+    pub message: Option<Arc<[u8]>>,
+    /// Higher goes first.
+    pub priority: u8,
+    /// No chunk is started after it.
+    pub deadline: Option<Time>,
+    /// Compute a payload checksum.
+    pub checksum: bool,
+}
+
+/// A part to send.
+#[derive(Debug, Clone)]
+pub struct SendPart {
+    /// Its number in the transfer, from 0.
+    pub part: u32,
+    /// Its extent.
+    pub extent: PartExtent,
+    /// The source-side stream.
+    pub stream: Arc<dyn ByteStream>,
+}
+
+/// A chunk that a lane shall send now.
+pub struct Chunk {
+    /// The transfer.
+    pub transfer: TransferId,
+    /// Header to send.
+    pub header: ChunkHeader,
+    /// Source of the payload.
+    pub payload: Payload,
+}
+
+/// Where a chunk's bytes come from.
+pub enum Payload {
+    /// Segments of a stream, from the header's offset on, read inside the gate.
+    Stream {
+        /// The part's stream.
+        stream: Arc<dyn ByteStream>,
+        /// Regions.
+        regions: Arc<[Arc<Region>]>,
+        /// The source's fence.
+        gate: Arc<Gate>,
+    },
+    /// A range of the user message.
+    Message(Arc<[u8]>, Range<usize>),
+}
+
+/// What the sending side reports.
+#[derive(Debug, Clone)]
+pub enum SendEvent {
+    /// The receiver says that the slot has arrived.
+    Arrived(TransferId),
+    /// The receiver's slot is closed, ended or unknown: nothing more is sent; ask for the verdict.
+    Refused(TransferId),
+    /// Every chunk of every part given so far has been acknowledged as applied.
+    Drained(TransferId),
+    /// After a stop: no byte of the source is read any more and nothing is outstanding on any lane.
+    Quiet(TransferId),
+}
+
+/// The sending side of one link: deficit round robin over transfers, at most [`CHUNK_BYTES_MAX`] per chunk, a window
+/// per lane (about 2 ms at the measured rate, at least 2 MiB), resumption behind a fence.
+pub struct LinkSender {
+    // owner's
+}
+
+/// Settings of a [`LinkSender`].
+#[derive(Debug, Clone)]
+pub struct LinkSenderConfig {
+    /// Lanes of the link.
+    pub lanes: u16,
+    /// Window per lane, at least, in bytes.
+    pub window_bytes_min: u64,
+    /// Window per lane, at most, in bytes.
+    pub window_bytes_max: u64,
+    /// Chunks outstanding per lane, at most.
+    pub window_chunks_max: u32,
+    /// Transfers that share the link at once; the rest queue.
+    pub transfers_active_max: u32,
+    /// Transfers queued, at most; `Busy` beyond.
+    pub transfers_max: u32,
+}
+
+impl LinkSender {
+    /// A sender without lanes up.
+    pub fn new(_config: LinkSenderConfig) -> Self {
+        unimplemented!()
+    }
+    /// Takes a transfer without parts. `Busy` at the limit.
+    pub fn submit(&mut self, _spec: SendSpec) -> Result<()> {
+        unimplemented!()
+    }
+    /// Adds a part. Unknown transfers are ignored (they have ended).
+    pub fn add_part(&mut self, _id: TransferId, _part: SendPart) {
+        unimplemented!()
+    }
+    /// Stops a transfer (its gate is closed by the caller). `Quiet` follows when nothing is outstanding.
+    pub fn stop(&mut self, _id: TransferId) {
+        unimplemented!()
+    }
+    /// Forgets a transfer that has arrived or been refused.
+    pub fn forget(&mut self, _id: TransferId) {
+        unimplemented!()
+    }
+    /// The next chunk for a lane, if its window is open and something waits. It is outstanding from now on.
+    pub fn next_chunk(&mut self, _lane: u16, _now: Time) -> Option<Chunk> {
+        unimplemented!()
+    }
+    /// An acknowledgement read from a lane.
+    pub fn acknowledged(&mut self, _lane: LaneName, _chunk: ChunkName, _state: ChunkState, _now: Time) {
+        unimplemented!()
+    }
+    /// A lane's connection is up.
+    pub fn lane_up(&mut self, _lane: LaneName) {
+        unimplemented!()
+    }
+    /// A lane's connection is gone: its outstanding chunks, now in doubt until [`lane_fenced`](Self::lane_fenced).
+    pub fn lane_lost(&mut self, _lane: LaneName) -> Vec<ChunkName> {
+        unimplemented!()
+    }
+    /// The receiver has fenced the lane and says what became of the chunks in doubt. What is missing is sent again.
+    pub fn lane_fenced(&mut self, _lane: LaneName, _chunks: &[(ChunkName, ChunkState)], _now: Time) {
+        unimplemented!()
+    }
+    /// The next event.
+    pub fn poll_event(&mut self) -> Option<SendEvent> {
+        unimplemented!()
+    }
+    /// Whether a lane could get a chunk now.
+    pub fn has_work(&self, _lane: u16) -> bool {
+        unimplemented!()
+    }
+    /// Transfers known.
+    pub fn transfers(&self) -> usize {
+        unimplemented!()
+    }
+}
+
+/// A failure of a lane, for reports.
+#[derive(Debug, Clone)]
+pub struct LaneLoss {
+    /// Which.
+    pub lane: LaneName,
+    /// Why.
+    pub error: Error,
+}

@@ -1,0 +1,161 @@
+//! The seam between the runtime and the ways of moving bytes. A transport moves bytes and reports; it holds no policy.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use crate::error::{Error, Result};
+use crate::flow::{ChunkName, ChunkState, LaneName, SendEvent, SendPart, SendSpec, TransferId};
+use crate::id::Incarnation;
+use crate::memory::Region;
+
+/// What a transport can do.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Capabilities {
+    /// Reads and writes happen without the peer's processor.
+    pub one_sided: bool,
+    /// Regions without a host view are moved through staging.
+    pub staged: bool,
+}
+
+/// A way of moving bytes. Object-safe; shared by all links.
+pub trait Transport: Send + Sync {
+    /// Its name in configuration, logs and counters: `tcp`, `rdma`, …
+    fn name(&self) -> &'static str;
+
+    /// What it can do.
+    fn capabilities(&self) -> Capabilities;
+
+    /// Makes a region known. May be slow: called when a pool is registered, never on the submit path.
+    ///
+    /// # Errors
+    /// Whatever the device refuses, with the limit and the need.
+    fn register(&self, region: &Arc<Region>) -> Result<()>;
+
+    /// What a peer needs to know to connect, carried in Hello. At most 1 KiB.
+    fn advertise(&self) -> Vec<u8>;
+
+    /// Starts a link. Returns at once; [`LinkEvent::Up`] follows.
+    ///
+    /// # Errors
+    /// `Busy` at the limit of links, `Protocol` for an unreadable advert.
+    fn connect(&self, peer: LinkPeer, events: Arc<dyn LinkWatcher>) -> Result<Arc<dyn Link>>;
+
+    /// Bytes of data-plane memory (staging, scrap) in use, and counters, as the transport names them.
+    fn counters(&self) -> Vec<Counter>;
+
+    /// Stops all threads within a bounded time. Links are dead after it.
+    fn shutdown(&self);
+}
+
+/// Whom a link goes to, and who of the two dials.
+#[derive(Debug, Clone)]
+pub struct LinkPeer {
+    /// The peer.
+    pub incarnation: Incarnation,
+    /// We ourselves.
+    pub local: Incarnation,
+    /// Where it listens.
+    pub addresses: Vec<SocketAddr>,
+    /// Its transport's advert.
+    pub advert: Vec<u8>,
+    /// Secret of this session: a lane that knows it belongs to it.
+    pub token: u128,
+    /// Whether this side dials the lanes (the one that dialed the session does).
+    pub dials: bool,
+}
+
+/// A transport's connection to one peer. No call blocks; none allocates in proportion to descriptors.
+pub trait Link: Send + Sync {
+    /// Starts a transfer without parts. `Busy` at the limit.
+    ///
+    /// # Errors
+    /// `Busy`, `Closed`.
+    fn submit(&self, spec: SendSpec) -> Result<()>;
+
+    /// Adds a part to a transfer.
+    fn add_part(&self, id: TransferId, part: SendPart);
+
+    /// Stops a transfer whose gate the caller has closed; [`SendEvent::Quiet`] follows.
+    fn stop(&self, id: TransferId);
+
+    /// Lets go of an ended transfer.
+    fn forget(&self, id: TransferId);
+
+    /// Receiving side: takes the lane out of use and, once its thread has left it, answers with
+    /// [`LinkEvent::LaneFenced`].
+    fn fence_lane(&self, lane: LaneName, chunks: Vec<ChunkName>);
+
+    /// Sending side: the peer's answer to a fence that [`LinkEvent::LaneLost`] asked for.
+    fn lane_fenced(&self, lane: LaneName, chunks: Vec<(ChunkName, ChunkState)>);
+
+    /// Closes at once: after it returns no call is started that reads or writes blocks; [`LinkEvent::Closed`]
+    /// follows when none is running either.
+    fn close(&self);
+
+    /// The path, for people: transport, devices, rails.
+    fn path(&self) -> Path;
+}
+
+/// A path, for people and counters.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Path {
+    /// The transport's name.
+    pub transport: String,
+    /// Lanes or rails up, each by name (`127.0.0.1:4000-127.0.0.1:7700`).
+    pub rails: Vec<String>,
+    /// Of how many.
+    pub rails_configured: usize,
+}
+
+/// What a link reports. Called on data threads: must not block, must not call back into the link.
+pub trait LinkWatcher: Send + Sync {
+    /// Something happened.
+    fn link_event(&self, peer: Incarnation, event: LinkEvent);
+}
+
+/// What happened on a link.
+#[derive(Debug, Clone)]
+pub enum LinkEvent {
+    /// At least one lane is up: transfers run.
+    Up,
+    /// A transfer moved on.
+    Send(SendEvent),
+    /// A lane is lost; the peer must fence it and say what became of these chunks (maybe none).
+    LaneLost {
+        /// Which.
+        lane: LaneName,
+        /// Outstanding on it.
+        chunks: Vec<ChunkName>,
+        /// Why.
+        error: Error,
+    },
+    /// Answer to [`Link::fence_lane`].
+    LaneFenced {
+        /// Which.
+        lane: LaneName,
+        /// What became of the chunks asked about.
+        chunks: Vec<(ChunkName, ChunkState)>,
+    },
+    /// A data thread left a closed slot's gate as the last: look at [`SlotTable::fenced`](crate::flow::SlotTable::fenced).
+    SlotQuiet,
+    /// A slot has arrived (its watcher was told first).
+    SlotArrived {
+        /// The slot.
+        slot: crate::id::SlotId,
+        /// Which use.
+        generation: crate::id::Generation,
+    },
+    /// After [`Link::close`]: nothing of this link touches blocks any more.
+    Closed,
+}
+
+/// A counter's value with its labels.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Counter {
+    /// Name without the `kvxfer_` prefix, `_total` and `_bytes` where they belong.
+    pub name: &'static str,
+    /// Label pairs (peer, transport, rail, direction).
+    pub labels: Vec<(&'static str, String)>,
+    /// Value.
+    pub value: f64,
+}

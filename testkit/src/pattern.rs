@@ -347,7 +347,98 @@ impl Inside<'_> {
 }
 
 fn hash(bytes: &[u8], salt: u64) -> u64 {
-    bytes
-        .iter()
-        .fold(mix(salt ^ (bytes.len() as u64) << 32), |sum, byte| mix(sum ^ u64::from(*byte)))
+    bytes.iter().fold(mix(salt ^ (bytes.len() as u64) << 32), |sum, byte| {
+        mix(sum ^ u64::from(*byte))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use kvxfer_core::layout::{DType, Geometry, PlaneSpec, Sharding};
+
+    use super::*;
+
+    fn pool(per_block: u32, rank: u16, size: u16, order: InnerOrder) -> (PoolLayout, Vec<Arc<Region>>) {
+        let mut builder = PoolLayout::builder();
+        let sharding = Sharding::Heads { rank, size };
+        let group = builder.group(
+            "attention",
+            Geometry::attention(DType::F16, per_block, 4, 6, sharding),
+            8,
+        );
+        for layer in 0..2 {
+            if order.axes().len() == 4 {
+                builder.plane(PlaneSpec::new(group, layer.to_string(), PlaneKind::Fused).order(order));
+                continue;
+            }
+            for kind in [PlaneKind::Key, PlaneKind::Value] {
+                builder.plane(PlaneSpec::new(group, layer.to_string(), kind).order(order));
+            }
+        }
+        let layout = builder.build().unwrap();
+        let regions = layout
+            .region_lengths()
+            .iter()
+            .map(|length| Region::allocate(*length).unwrap())
+            .collect();
+        (layout, regions)
+    }
+
+    /// All bytes by what they mean.
+    fn meaning(
+        layout: &PoolLayout,
+        regions: &[Arc<Region>],
+        selection: &Selection,
+    ) -> Vec<(u16, u8, u32, u32, Vec<u8>)> {
+        let mut cells = Vec::new();
+        for_each_run(layout, selection, 0..u32::MAX, 0..u16::MAX, |run| {
+            let mut bytes = vec![0; run.length as usize];
+            regions[run.region as usize].copy_out(run.offset, &mut bytes).unwrap();
+            cells.push((run.layer, run.kind, run.head, run.token, bytes));
+        });
+        cells.sort();
+        cells
+    }
+
+    #[test]
+    fn the_same_token_has_the_same_bytes_in_every_layout() {
+        let content = Content::new(b"r-17", 0);
+        let filled = |per_block: u32, rank, size, order, blocks: Vec<u32>| {
+            let (layout, regions) = pool(per_block, rank, size, order);
+            let selection = Selection::single(0, 8, blocks);
+            fill(&layout, &regions, &selection, 0..8, 0..2, content).unwrap();
+            assert!(verify(&layout, &regions, &selection, 0..8, 0..2, content).unwrap() > 0);
+            meaning(&layout, &regions, &selection)
+        };
+        let nhd = filled(4, 0, 1, InnerOrder::NHD, vec![5, 2]);
+        assert_eq!(nhd, filled(2, 0, 1, InnerOrder::HND, vec![7, 1, 0, 3]));
+        assert_eq!(nhd, filled(8, 0, 1, InnerOrder::KV_HND, vec![6]));
+        let mut halves = filled(4, 0, 2, InnerOrder::NHD, vec![1, 2]);
+        halves.extend(filled(4, 1, 2, InnerOrder::HND, vec![3, 4]));
+        halves.sort();
+        assert_eq!(nhd, halves);
+    }
+
+    #[test]
+    fn a_single_wrong_byte_is_found() {
+        let (layout, regions) = pool(4, 0, 1, InnerOrder::KV_NHD);
+        let selection = Selection::single(1, 7, vec![5, 2]);
+        let content = Content::new(b"r-17", 1);
+        poison(&layout, &regions, &selection, 9).unwrap();
+        assert!(verify(&layout, &regions, &selection, 0..8, 0..2, content).is_err());
+        fill(&layout, &regions, &selection, 0..8, 0..2, content).unwrap();
+        let bytes = verify(&layout, &regions, &selection, 0..8, 0..2, content).unwrap();
+        assert_eq!(
+            bytes,
+            2 * 2 * 4 * 6 * 2 * 6,
+            "layers, K and V, heads, tokens, bytes, elements"
+        );
+        assert!(verify(&layout, &regions, &selection, 0..8, 0..2, Content::new(b"r-17", 2)).is_err());
+        let mut byte = [0];
+        let (region, offset) = layout.plane_offset(1, 2).unwrap();
+        regions[region as usize].copy_out(offset, &mut byte).unwrap();
+        regions[region as usize].copy_in(offset, &[byte[0] ^ 1]).unwrap();
+        let wrong = verify(&layout, &regions, &selection, 0..8, 0..2, content).unwrap_err();
+        assert_eq!(wrong.kind(), ErrorKind::Corrupt);
+    }
 }

@@ -7,8 +7,8 @@ use std::fmt;
 use super::lane_window::LaneWindow;
 use super::transfer::Transfer;
 use super::{
-    CHUNK_BYTES_MAX, Chunk, ChunkName, ChunkState, LaneName, LinkSenderConfig, MESSAGE_BYTES_MAX, SendEvent, SendPart,
-    SendSpec, TransferId,
+    CHUNK_BYTES_MAX, Chunk, ChunkName, ChunkState, LANE_CHUNKS_MAX, LaneName, LinkSenderConfig, MESSAGE_BYTES_MAX,
+    SendEvent, SendPart, SendSpec, TransferId,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::mutants::{self, Mutant};
@@ -84,7 +84,7 @@ impl LinkSender {
             window: LaneWindow::new(
                 config.window_bytes_min,
                 config.window_bytes_max,
-                config.window_chunks_max,
+                config.window_chunks_max.min(LANE_CHUNKS_MAX),
                 u64::from(CHUNK_BYTES_MAX),
             ),
             outstanding: VecDeque::new(),
@@ -188,11 +188,10 @@ impl LinkSender {
         if !self.has_work(lane) {
             return None;
         }
-        for class in 0..self.classes.len() {
-            while let Some(id) = self.turn_of(class) {
-                if let Some(chunk) = self.chunk_from(class, id, lane, now) {
-                    return Some(chunk);
-                }
+        // From the start each time: ending one transfer's turn may admit another, of a higher priority.
+        while let Some((class, id)) = self.first_turn() {
+            if let Some(chunk) = self.chunk_from(class, id, lane, now) {
+                return Some(chunk);
             }
         }
         None
@@ -320,6 +319,11 @@ impl LinkSender {
     /// Chunks in doubt: on lost lanes that are not fenced yet.
     pub fn in_doubt(&self) -> usize {
         self.doubts.iter().map(|doubt| doubt.chunks.len()).sum()
+    }
+
+    /// The highest class in which somebody has a turn, and the transfer whose turn it is.
+    fn first_turn(&mut self) -> Option<(usize, TransferId)> {
+        (0..self.classes.len()).find_map(|class| Some((class, self.turn_of(class)?)))
     }
 
     /// The transfer whose turn it is in a class.

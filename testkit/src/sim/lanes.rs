@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender};
+use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender, TransferId};
 use kvxfer_core::machine::LinkCommand;
 use kvxfer_core::transport::{LinkEvent, LinkPeer};
 use kvxfer_core::wire::lane::LaneHello;
@@ -79,6 +79,10 @@ impl LaneEnd {
             step_at: None,
         }
     }
+
+    pub(crate) fn sending_transfer(&self) -> Option<TransferId> {
+        self.sending.as_ref().map(|sending| sending.chunk.transfer)
+    }
 }
 
 impl World {
@@ -100,7 +104,8 @@ impl World {
             node,
             life,
             peer,
-            sender: LinkSender::new(self.profile.sender.clone()),
+            sender: LinkSender::new(self.profile.sender.clone())
+                .with_chunk_bytes_max(self.profile.chunk_bytes_max),
             lanes: vec![None; lanes as usize],
             epochs: vec![0; lanes as usize],
             attempts: 0,
@@ -427,13 +432,23 @@ impl World {
         match command {
             LinkCommand::Submit(spec) => {
                 let id = spec.id;
+                self.note_submit(link, &spec);
                 if let Err(error) = self.links[link].sender.submit(spec) {
                     self.with_machine(node, |machine, now| machine.submit_failed(now, peer, id, error));
                 }
             }
-            LinkCommand::AddPart(id, part) => self.links[link].sender.add_part(id, part),
-            LinkCommand::Stop(id) => self.links[link].sender.stop(id),
-            LinkCommand::Forget(id) => self.links[link].sender.forget(id),
+            LinkCommand::AddPart(id, part) => {
+                self.note_part(link, id);
+                self.links[link].sender.add_part(id, part);
+            }
+            LinkCommand::Stop(id) => {
+                self.note_gone(link, id);
+                self.links[link].sender.stop(id);
+            }
+            LinkCommand::Forget(id) => {
+                self.note_gone(link, id);
+                self.links[link].sender.forget(id);
+            }
             LinkCommand::FenceLane(lane, chunks) => self.fence_lane(link, lane, chunks),
             LinkCommand::LaneFenced(lane, chunks) => {
                 let now = self.now;

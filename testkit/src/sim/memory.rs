@@ -178,7 +178,10 @@ impl World {
                 stamps.extend_from_slice(&pool.stamp[region][start..start + count]);
                 for owner in &pool.owner[region][start..start + count] {
                     let record = &self.ledger[*owner as usize];
-                    if *owner == 0 || !record.is_source() || record.ended.is_some() || record.released {
+                    if *owner == 0
+                        || !record.is_source()
+                        || ((record.ended.is_some() || record.released) && !record.quarantined)
+                    {
                         trespass = Some(format!(
                             "node {node} reads bytes of region {region} at {start} for sending, which belong to {}",
                             self.describe(*owner)
@@ -256,6 +259,9 @@ impl World {
                     promise,
                     format!("a byte of {} lands in {} of {}", self.describe_stamp(*stamp), place(), self.describe(*owner)),
                 ));
+            }
+            if record.quarantined {
+                continue;
             }
             if record.ended.is_some() || record.arrived.is_some() {
                 return Some((
@@ -393,10 +399,34 @@ impl World {
             }
             Shape::Descriptors(pieces) => wrong = self.wrong_descriptors(serial, pool, pieces),
         }
+        let came_from = self.sources_of(serial);
+        if wrong.is_none() && came_from.len() > 1 && !matches!(self.ledger[serial as usize].what, What::Claim(_)) {
+            wrong = Some(("4 one verdict", format!("its bytes came from {} transfers", came_from.len())));
+        }
+        self.ledger[serial as usize].came_from = came_from;
         if let Some((promise, words)) = wrong {
             let who = self.describe(serial);
             self.fail(promise, format!("{who} has arrived, but {words}"));
         }
+    }
+
+    /// Whose bytes a destination holds.
+    fn sources_of(&self, serial: Serial) -> std::collections::BTreeSet<Serial> {
+        let record = &self.ledger[serial as usize];
+        let mut sources = std::collections::BTreeSet::new();
+        if let Some(body) = self.nodes[record.node].body.as_ref() {
+            let pool = &body.pools[record.pool];
+            for (group, blocks) in record.blocks.iter().enumerate() {
+                for block in blocks {
+                    for (region, offset, length) in pool.block_runs(group, *block) {
+                        for stamp in &pool.stamp[region][offset..offset + length] {
+                            sources.extend(self.stamps.get(*stamp as usize).map(|of| of.serial).filter(|of| *of != 0));
+                        }
+                    }
+                }
+            }
+        }
+        sources
     }
 
     fn wrong_run(

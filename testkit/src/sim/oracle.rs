@@ -375,7 +375,7 @@ impl World {
 
     fn must_have_ended(&mut self, serial: Serial) {
         let record = &self.ledger[serial as usize];
-        if !record.is_open() {
+        if !record.is_open() || self.now < record.must_end {
             return;
         }
         let node = &self.nodes[record.node];

@@ -210,6 +210,10 @@ impl Model {
         }
     }
 
+    pub(crate) fn has_state(&self) -> bool {
+        self.state
+    }
+
     /// One node's pool: its own tokens per block and inner order, its rank's heads.
     pub(crate) fn layout(&self, rng: &mut Rng, rank: (u16, u16)) -> Result<PoolLayout> {
         let (rank, size) = rank;

@@ -24,7 +24,7 @@ const RETRIES_MAX: u32 = 60;
 pub(crate) struct Raw {
     /// Who grants.
     pub(crate) owner: NodeIndex,
-    user: NodeIndex,
+    pub(crate) user: NodeIndex,
     access: Access,
     form: Form,
     message: Option<Arc<[u8]>>,
@@ -182,7 +182,7 @@ impl World {
         };
         let this = &self.workload.raws[raw];
         let (access, deadline, user, twice) = (this.access, this.deadline, this.user, this.twice);
-        let limit = deadline.unwrap_or(self.profile.machine.hold_max + self.profile.machine.unmatched_deadline);
+        let limit = deadline.unwrap_or(self.profile.machine.hold_max.max(self.profile.machine.unmatched_deadline));
         let nobody = GrantName {
             incarnation: Incarnation::from_bits(0),
             slot: kvxfer_core::SlotId(0),

@@ -39,11 +39,16 @@ impl Item {
     pub(crate) fn is_ack(&self) -> bool {
         matches!(self, Item::Header(bytes) if matches!(LaneHeader::decode(bytes), Ok(LaneHeader::Ack(..))))
     }
+
+    /// Whether it carries bytes with such a stamp.
+    pub(crate) fn is_payload_of(&self, owned: &dyn Fn(&Stamp) -> bool) -> bool {
+        matches!(self, Item::Bytes(_, stamps) if stamps.first().is_some_and(owned))
+    }
 }
 
 /// A chunk being sent.
 pub(crate) struct Sending {
-    chunk: Chunk,
+    pub(crate) chunk: Chunk,
     sent: u32,
     checksum: u64,
 }
@@ -148,7 +153,7 @@ impl World {
         if chunk.header.checksummed {
             self.coverage.reach(Point::Checksummed);
         }
-        self.note_chunk(link, &chunk);
+        self.note_chunk(link, index, &chunk);
         self.put(lane, end, Item::Header(LaneHeader::Chunk(chunk.header).encode()));
         self.lanes[lane].ends[end].sending = Some(Sending {
             chunk,

@@ -1,6 +1,7 @@
 //! The applications of the simulated endpoints: prefill and decode engines that hand requests over, change their
 //! minds, and give freed blocks to the next request at once.
 
+use std::collections::{BTreeMap, BTreeSet};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -49,13 +50,14 @@ pub(crate) struct Workload {
     pub(crate) requests: Vec<Request>,
     pub(crate) raws: Vec<super::raw::Raw>,
     scripts: Vec<Vec<Step>>,
-    script_of: std::collections::BTreeMap<Serial, usize>,
+    script_of: BTreeMap<Serial, usize>,
     /// Retracted blocks that wait for their gate: node, handle, gate.
     retracts: Vec<(NodeIndex, Serial, Arc<Gate>)>,
 }
 
 /// One request: KV made by the sources, wanted by sets of destinations.
 pub(crate) struct Request {
+    pub(crate) number: usize,
     pub(crate) key: Vec<u8>,
     pub(crate) tokens: u32,
     pub(crate) addresses: Vec<EndpointAddress>,
@@ -75,6 +77,13 @@ pub(crate) struct Set {
     id: u128,
     nodes: Vec<NodeIndex>,
     held: u32,
+}
+
+impl Request {
+    /// Tokens that this reader had already.
+    pub(crate) fn held_of(&self, set: u128) -> u32 {
+        self.sets.iter().find(|own| own.id == set).map_or(0, |own| own.held)
+    }
 }
 
 /// What an offer's application does, in order.
@@ -166,6 +175,7 @@ impl World {
             });
         }
         Request {
+            number: index,
             key,
             tokens,
             addresses,
@@ -253,8 +263,8 @@ impl World {
                     finished: false,
                     retracted: false,
                 });
-                let limit = self.profile.machine.hold_max + self.profile.machine.unmatched_deadline;
-                let limit = self.workload.requests[request].deadline.map_or(limit, |deadline| deadline.max(Duration::ZERO));
+                let deadline = self.workload.requests[request].deadline;
+                let limit = deadline.unwrap_or(self.profile.machine.hold_max + self.profile.machine.unmatched_deadline);
                 let serial = self.record(node, 0, handle, what, Shape::Selection(Selection::default()), limit);
                 self.write_script(serial, tokens);
                 self.trace(|| format!("node {node} offers request {request} as #{serial}"));
@@ -282,7 +292,6 @@ impl World {
             }
             None => {}
         }
-        let _ = source;
     }
 
     /// A limit may answer `Busy`, a drained endpoint `Closed`; anything else is not expected of an honest call.
@@ -482,9 +491,9 @@ impl World {
             attempts_told: Default::default(),
             pull,
             filled: false,
-            stale,
+            stale_at_open: stale,
         });
-        let limit = deadline.unwrap_or(self.profile.machine.hold_max + self.profile.machine.unmatched_deadline);
+        let limit = deadline.unwrap_or(self.profile.machine.hold_max.max(self.profile.machine.unmatched_deadline));
         let serial = self.record(node, 0, HandleId(u64::MAX), what, Shape::Selection(Selection::default()), limit);
         let opened = self.with_machine(node, |machine, now| machine.claim(now, &key, pool, &addresses, options));
         match opened {
@@ -520,7 +529,7 @@ impl World {
         }
         let request = claim.request;
         let (tokens, set) = (self.workload.requests[request].tokens, claim.set);
-        let held = self.workload.requests[request].sets.iter().find(|own| own.id == set).map_or(0, |own| own.held);
+        let held = self.workload.requests[request].held_of(set);
         let Some(selection) = self.allocate_selection(node, record.pool, held..tokens, true) else {
             self.no_blocks(node, serial, AppEvent::FillClaim { serial, tries: tries + 1 }, tries);
             return;
@@ -647,6 +656,37 @@ impl World {
         }
     }
 
+    pub(crate) fn forget_retracts(&mut self, node: NodeIndex) {
+        self.workload.retracts.retain(|(waiting, _, _)| *waiting != node);
+    }
+
+    /// An engine that came back takes part in new requests, made with the addresses of now.
+    pub(crate) fn resume_workload(&mut self, node: NodeIndex) {
+        let all_up = (0..self.profile.sources).all(|source| self.nodes[source].body.is_some());
+        for _ in 0..2 {
+            let at = self.now + self.short_delay();
+            if all_up {
+                let addresses = (0..self.profile.sources)
+                    .filter_map(|node| self.nodes[node].body.as_ref().map(|body| body.address.clone()))
+                    .collect();
+                let request = self.workload.requests.len();
+                let made = self.make_request(request, addresses);
+                self.workload.requests.push(made);
+                self.schedule_request(request, at);
+            }
+            let raw = self.workload.raws.len();
+            let mut made = self.make_raw();
+            if self.rng.percent(50) {
+                made.owner = node;
+            }
+            if made.owner != made.user {
+                let owner = made.owner;
+                self.workload.raws.push(made);
+                self.app_at(at, owner, AppEvent::OpenGrant { raw });
+            }
+        }
+    }
+
     pub(crate) fn noticed(&mut self, node: NodeIndex, handle: HandleId, notice: &Notice) {
         self.trace(|| format!("node {node} notice for {handle:?}: {notice:?}"));
     }
@@ -662,8 +702,10 @@ impl World {
         limit: Duration,
     ) -> Serial {
         let serial = self.ledger.len() as Serial;
-        let slack = self.profile.machine.fence_limit + self.profile.machine.liveness + Duration::from_millis(1_100);
-        let must_end = self.now + limit + slack;
+        let source = matches!(what, What::Offer(_) | What::Push { .. } | What::ReadGrant { .. });
+        // A destination's owner decides alone; a source asks, and waits for an answer or for the peer's death.
+        let asking = if source { self.profile.machine.liveness + Duration::from_millis(1_100) } else { Duration::ZERO };
+        let must_end = self.now + limit + self.profile.machine.fence_limit + asking + Duration::from_millis(20);
         self.ledger.push(Record {
             node,
             life: self.nodes[node].life,
@@ -679,6 +721,8 @@ impl World {
             released: false,
             died: None,
             ending: false,
+            quarantined: false,
+            came_from: BTreeSet::new(),
         });
         if handle != HandleId(u64::MAX) {
             self.name_record(serial, handle);

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvxfer_core::flow::{SlotTable, TransferId};
-use kvxfer_core::machine::{Action, ConnectionId, HandleId, Machine};
+use kvxfer_core::machine::{Action, ConnectionId, HandleId, Machine, Outcome};
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::wire::EndpointAddress;
 use kvxfer_core::{Error, Incarnation, Time};
@@ -74,6 +74,7 @@ pub(crate) enum Check {
     DeathReported { observer: NodeIndex, observer_life: Life, dead: NodeIndex, incarnation: Incarnation, since: Time },
     MustHaveEnded { serial: Serial },
     Quiet,
+    Closed,
 }
 
 /// A place where an endpoint runs: a name and a socket address that outlive its processes.
@@ -103,12 +104,29 @@ pub(crate) struct Body {
     pub(crate) claim_numbers: BTreeMap<u64, Serial>,
     /// Whose bytes a transfer sends, as far as seen.
     pub(crate) transfer_stamps: BTreeMap<(LinkIndex, TransferId), Stamp>,
-    pub(crate) arrivals: Arc<Mutex<Vec<Serial>>>,
+    /// What data threads told the application.
+    pub(crate) arrivals: Arc<Mutex<Vec<super::raw::Arrival>>>,
+    /// Handles that ended before the call that opened them returned.
+    pub(crate) early_completions: BTreeMap<HandleId, Result<Outcome, Error>>,
     pub(crate) draining: bool,
     pub(crate) closing: bool,
     reports: Pipe<(Incarnation, LinkEvent)>,
     timer_at: Option<Time>,
     timers_now: (Time, u32),
+}
+
+impl Node {
+    pub(crate) fn new(node: NodeIndex, role: &str) -> Node {
+        Node {
+            name: format!("{role}-{node}"),
+            socket: World::socket_of(node),
+            life: 1,
+            body: None,
+            stalled: false,
+            parked: Vec::new(),
+            last_stall_end: Time::ZERO,
+        }
+    }
 }
 
 impl Body {
@@ -131,6 +149,7 @@ impl Body {
             claim_numbers: BTreeMap::new(),
             transfer_stamps: BTreeMap::new(),
             arrivals: Arc::default(),
+            early_completions: BTreeMap::new(),
             draining: false,
             closing: false,
             reports: Pipe::new(),

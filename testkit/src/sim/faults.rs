@@ -177,12 +177,10 @@ impl World {
     }
 
     pub(crate) fn shutdown(&mut self, node: NodeIndex) {
-        let Some(body) = self.nodes[node].body.as_mut() else {
+        let stalled = self.nodes[node].stalled;
+        let Some(body) = self.nodes[node].body.as_mut().filter(|body| !body.closing && !stalled) else {
             return;
         };
-        if body.closing || self.nodes[node].stalled {
-            return;
-        }
         body.closing = true;
         self.coverage.reach(Point::Shutdown);
         self.trace(|| format!("node {node} shuts down"));

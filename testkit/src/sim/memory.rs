@@ -543,6 +543,21 @@ impl World {
         }
     }
 
+    /// Returns some blocks that a handle no longer has.
+    pub(crate) fn free_blocks(&mut self, serial: Serial, blocks: &[Vec<BlockId>]) {
+        let salt = self.rng.next_u64();
+        let record = &self.ledger[serial as usize];
+        let (node, pool, life) = (record.node, record.pool, record.life);
+        if self.nodes[node].life != life {
+            return;
+        }
+        if let Some(body) = self.nodes[node].body.as_mut() {
+            for (group, blocks) in blocks.iter().enumerate() {
+                body.pools[pool].take_back(group, blocks, salt);
+            }
+        }
+    }
+
     /// The blocks a selection of `tokens` needs, taken from the pool's allocator.
     pub(crate) fn allocate_selection(
         &mut self,

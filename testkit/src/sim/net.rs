@@ -2,7 +2,7 @@
 
 use kvxfer_core::machine::ConnectionId;
 use kvxfer_core::wire::{self, FRAME_HEADER_BYTES, Frame, Message};
-use kvxfer_core::{Error, ErrorKind, Time};
+use kvxfer_core::{Error, ErrorKind, Incarnation, Time};
 use std::net::SocketAddr;
 use std::time::Duration;
 
@@ -194,16 +194,24 @@ impl World {
             if let Frame::Message { .. } = frame {
                 self.remember(index, end, &frame);
             }
-            self.give_frame(node, id, frame);
+            let from = self.incarnation_at(index, 1 - end);
+            self.give_frame(node, id, from, frame);
             if self.failed() {
                 return;
             }
         }
     }
 
-    fn give_frame(&mut self, node: NodeIndex, id: ConnectionId, frame: Frame) {
+    /// Who the process at this end is, if it still runs.
+    fn incarnation_at(&self, index: ConnectionIndex, end: usize) -> Option<Incarnation> {
+        let side = &self.connections[index].ends[end];
+        let node = &self.nodes[side.node];
+        node.body.as_ref().filter(|_| node.life == side.life).map(|body| body.incarnation)
+    }
+
+    fn give_frame(&mut self, node: NodeIndex, id: ConnectionId, from: Option<Incarnation>, frame: Frame) {
         self.trace(|| format!("node {node} gets on {id:?}: {}", words_of(&frame)));
-        self.note_received(node, &frame);
+        self.note_received(node, from, &frame);
         self.with_machine(node, |machine, now| machine.frame(now, id, frame));
     }
 
@@ -239,7 +247,8 @@ impl World {
         let pick = self.rng.below(count) as usize;
         let frame = self.connections[index].delivered[end][pick].clone();
         self.coverage.reach(if stale { Point::StaleFrame } else { Point::DuplicateFrame });
-        self.give_frame(node, id, frame);
+        // It is old news for the oracle.
+        self.give_frame(node, id, None, frame);
     }
 
     pub(crate) fn disconnect(&mut self, node: NodeIndex, id: ConnectionId) {
@@ -340,12 +349,30 @@ impl World {
         }
     }
 
-    fn note_received(&mut self, node: NodeIndex, frame: &Frame) {
+    fn note_received(&mut self, node: NodeIndex, from: Option<Incarnation>, frame: &Frame) {
         let Frame::Message { message, .. } = frame else {
             return;
         };
-        if let Message::Validated { live: false, .. } | Message::ReadRefused { .. } = &**message {
-            self.coverage.reach(Point::PullRefused);
+        match (&**message, from) {
+            (Message::Validated { live: false, .. } | Message::ReadRefused { .. }, _) => {
+                self.coverage.reach(Point::PullRefused);
+            }
+            (Message::Matched { claim, attempt, .. } | Message::Restarted { claim, attempt }, Some(from)) => {
+                self.attempt_told(node, *claim, from, *attempt);
+            }
+            _ => {}
+        }
+    }
+
+    /// The claim's owner knows of this attempt: bytes of earlier ones no longer count for it.
+    fn attempt_told(&mut self, node: NodeIndex, claim: u64, from: Incarnation, attempt: u32) {
+        let serial = self.nodes[node].body.as_ref().and_then(|body| body.claim_numbers.get(&claim).copied());
+        let Some(serial) = serial else {
+            return;
+        };
+        if let What::Claim(claim) = &mut self.ledger[serial as usize].what {
+            let told = claim.attempts_told.entry(from).or_insert(attempt);
+            *told = (*told).max(attempt);
         }
     }
 }

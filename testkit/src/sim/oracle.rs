@@ -103,7 +103,7 @@ impl World {
             (What::Claim(claim), Outcome::Arrived { .. }) => {
                 let (pull, request, sources) = (claim.pull, claim.request, claim.sources.len());
                 let held = self.workload.requests[request].held_of(claim.set);
-                let restarted = claim.attempts_told.values().any(|attempt| *attempt > 0);
+                let restarted = claim.attempts_told.values().any(|attempt| *attempt > 1);
                 if claim.stale_at_open {
                     let words = format!("{} arrived from an address of a dead incarnation", self.describe(serial));
                     self.fail("6 no stale peer", words);
@@ -149,11 +149,12 @@ impl World {
     }
 
     fn ended_badly(&mut self, serial: Serial, error: &Error) {
-        let record = &self.ledger[serial as usize];
+        let arrived = self.ledger[serial as usize].arrived.is_some();
         let what = self.describe(serial);
         match error.kind() {
             ErrorKind::Internal | ErrorKind::Protocol | ErrorKind::OutOfBounds | ErrorKind::GeometryMismatch => {
                 self.fail("internal", format!("{what}: {error}"));
+                return;
             }
             ErrorKind::DeadlineExceeded | ErrorKind::Unclaimed => self.coverage.reach(Point::Expired),
             ErrorKind::Unknown => self.coverage.reach(Point::Unknown),
@@ -163,7 +164,7 @@ impl World {
             ErrorKind::Declined => self.coverage.reach(Point::Declined),
             _ => {}
         }
-        if record.arrived.is_some() {
+        if arrived {
             self.fail("4 one verdict", format!("{what} had arrived, and ends with {error}"));
             return;
         }

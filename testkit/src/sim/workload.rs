@@ -51,8 +51,17 @@ pub(crate) struct Workload {
     pub(crate) raws: Vec<super::raw::Raw>,
     scripts: Vec<Vec<Step>>,
     script_of: BTreeMap<Serial, usize>,
-    /// Retracted blocks that wait for their gate: node, handle, gate.
-    retracts: Vec<(NodeIndex, Serial, Arc<Gate>)>,
+    /// Source blocks whose owner wants them back, and that wait for gates to be fenced.
+    retracts: Vec<Retract>,
+}
+
+/// Blocks taken back from a source that may still be read.
+struct Retract {
+    node: NodeIndex,
+    serial: Serial,
+    gates: Vec<Arc<Gate>>,
+    /// These, or all that the handle has.
+    blocks: Option<Vec<Vec<u32>>>,
 }
 
 /// One request: KV made by the sources, wanted by sets of destinations.
@@ -258,7 +267,7 @@ impl World {
                     request,
                     key,
                     incarnation,
-                    attempt: 0,
+                    attempt: 1,
                     readers: self.workload.requests[request].readers,
                     finished: false,
                     retracted: false,
@@ -321,9 +330,7 @@ impl World {
             while start < tokens {
                 let blocks = 1 + self.rng.below(3) as u32;
                 let end = (start + blocks * per_block).min(tokens);
-                if round == 0 {
-                    steps.push(Step::Append(start..end));
-                }
+                steps.push(Step::Append(start..end));
                 // The last tokens of a half-full block go with `finish`.
                 if end % per_block == 0 && self.rng.percent(75) {
                     let mut cuts: Vec<Range<u16>> = if layers > 1 && self.rng.percent(50) {
@@ -370,7 +377,7 @@ impl World {
         };
         let handle = self.ledger[serial as usize].handle;
         let outcome = match what {
-            Step::Append(tokens) => match self.append(node, serial, handle, tokens, step == 0) {
+            Step::Append(tokens) => match self.append(node, serial, handle, tokens) {
                 Some(outcome) => outcome,
                 None => {
                     self.no_blocks(node, serial, AppEvent::OfferStep { serial, step, tries: tries + 1 }, tries);
@@ -417,8 +424,8 @@ impl World {
         serial: Serial,
         handle: HandleId,
         tokens: Range<u32>,
-        states: bool,
     ) -> Option<Option<kvxfer_core::Result<()>>> {
+        let states = matches!(&self.ledger[serial as usize].shape, Shape::Selection(whole) if whole.groups.is_empty());
         let selection = self.allocate_selection(node, self.ledger[serial as usize].pool, tokens, states)?;
         for (group, chosen) in selection.groups.iter().enumerate() {
             self.give_blocks(serial, group, &chosen.blocks);
@@ -454,10 +461,32 @@ impl World {
         {
             offer.attempt += 1;
             self.coverage.reach(Point::Restarted);
-            // The engine computes it all again, over the same blocks, while old reads may be under way.
-            self.write_source(serial, 0..u32::MAX, 0..u16::MAX);
+            // The engine computes it all again; the blocks of the earlier attempt go to whoever is next.
+            let gates = self.with_machine(node, |machine, _| machine.voided_gates(handle)).unwrap_or_default();
+            let record = &mut self.ledger[serial as usize];
+            record.shape = Shape::Selection(Selection::default());
+            let blocks = std::mem::take(&mut record.blocks);
+            self.take_back_behind(Retract {
+                node,
+                serial,
+                gates,
+                blocks: Some(blocks),
+            });
         }
         outcome
+    }
+
+    /// Gives blocks back once no thread can read them any more: at once, if nobody is inside their gates.
+    fn take_back_behind(&mut self, retract: Retract) {
+        if !retract.gates.iter().all(|gate| gate.fenced()) {
+            self.coverage.reach(Point::RetractWaited);
+            self.workload.retracts.push(retract);
+            return;
+        }
+        match retract.blocks {
+            Some(blocks) => self.free_blocks(retract.serial, &blocks),
+            None => self.release_blocks(retract.serial),
+        }
     }
 
     fn open_claim(&mut self, node: NodeIndex, request: usize, set: usize, member: usize) {
@@ -629,12 +658,12 @@ impl World {
                 if let What::Offer(offer) = &mut self.ledger[serial as usize].what {
                     offer.retracted = true;
                 }
-                if gate.fenced() {
-                    self.release_blocks(serial);
-                } else {
-                    self.coverage.reach(Point::RetractWaited);
-                    self.workload.retracts.push((node, serial, gate));
-                }
+                self.take_back_behind(Retract {
+                    node,
+                    serial,
+                    gates: vec![gate],
+                    blocks: None,
+                });
             }
             Some(Err(error)) => self.closed_or_fail("retract", &error),
             None => {}
@@ -645,11 +674,10 @@ impl World {
     pub(crate) fn gates_left(&mut self, node: NodeIndex) {
         let mut index = 0;
         while index < self.workload.retracts.len() {
-            let (waiting, serial, gate) = &self.workload.retracts[index];
-            if *waiting == node && gate.fenced() {
-                let serial = *serial;
-                self.workload.retracts.swap_remove(index);
-                self.release_blocks(serial);
+            let retract = &self.workload.retracts[index];
+            if retract.node == node && retract.gates.iter().all(|gate| gate.fenced()) {
+                let retract = self.workload.retracts.swap_remove(index);
+                self.take_back_behind(retract);
             } else {
                 index += 1;
             }
@@ -657,7 +685,7 @@ impl World {
     }
 
     pub(crate) fn forget_retracts(&mut self, node: NodeIndex) {
-        self.workload.retracts.retain(|(waiting, _, _)| *waiting != node);
+        self.workload.retracts.retain(|retract| retract.node != node);
     }
 
     /// An engine that came back takes part in new requests, made with the addresses of now.

@@ -96,9 +96,7 @@ impl Claim {
     }
 
     fn is_done(&self) -> bool {
-        self.assigned
-            && self.selection.is_some()
-            && self.sources.iter().all(|source| source.is_done(self.options.pull))
+        self.assigned && self.selection.is_some() && self.sources.iter().all(|source| source.is_done(self.options.pull))
     }
 
     /// What it waits for.
@@ -172,8 +170,10 @@ impl Machine {
         for address in addresses {
             let place = self.place_of(address)?;
             if sources.iter().any(|source| source.place == place) {
-                return Err(Error::new(ErrorKind::InvalidArgument, "a source rank that is named twice")
-                    .remedy("name each source once"));
+                return Err(
+                    Error::new(ErrorKind::InvalidArgument, "a source rank that is named twice")
+                        .remedy("name each source once"),
+                );
             }
             if let Place::Known(incarnation) = place {
                 self.check_room_on_session(incarnation)?;
@@ -220,10 +220,11 @@ impl Machine {
     fn place_of(&self, address: &EndpointAddress) -> Result<Place> {
         match (address.incarnation, address.sockets.first()) {
             (Some(incarnation), _) => Ok(Place::Known(incarnation)),
-            (None, Some(socket)) => Ok(self
-                .peer_at(*socket)
-                .map_or(Place::Resolving(*socket), Place::Known)),
-            (None, None) => Err(Error::new(ErrorKind::InvalidArgument, "an endpoint address without sockets")),
+            (None, Some(socket)) => Ok(self.peer_at(*socket).map_or(Place::Resolving(*socket), Place::Known)),
+            (None, None) => Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "an endpoint address without sockets",
+            )),
         }
     }
 
@@ -249,8 +250,10 @@ impl Machine {
     pub(super) fn decline_claim(&mut self, now: Time, id: HandleId) -> Result<()> {
         let claim = self.claims.get(&id).ok_or_else(super::handle_ended)?;
         if claim.selection.is_some() {
-            return Err(Error::new(ErrorKind::InvalidArgument, "declining a claim that was filled")
-                .remedy("cancel it: its blocks are in use until that is reported"));
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, "declining a claim that was filled")
+                    .remedy("cancel it: its blocks are in use until that is reported"),
+            );
         }
         let error = Error::new(ErrorKind::Declined, "the claim").because("its owner needs nothing of it");
         self.end_claim(now, id, error);
@@ -261,7 +264,11 @@ impl Machine {
 
     fn claim_message(&self, now: Time, id: HandleId) -> Option<ClaimMessage> {
         let claim = self.claims.get(&id)?;
-        let until = if claim.strict { claim.deadline } else { claim.hold.min(claim.deadline) };
+        let until = if claim.strict {
+            claim.deadline
+        } else {
+            claim.hold.min(claim.deadline)
+        };
         Some(ClaimMessage {
             claim: id.0,
             key: claim.key.clone(),
@@ -279,7 +286,9 @@ impl Machine {
         if self.peers.get(&peer).is_none_or(|peer| peer.session.is_none()) {
             return;
         }
-        let Some(message) = self.claim_message(now, id) else { return };
+        let Some(message) = self.claim_message(now, id) else {
+            return;
+        };
         let Some(claim) = self.claims.get_mut(&id).filter(|claim| claim.ending.is_none()) else {
             return;
         };
@@ -312,7 +321,9 @@ impl Machine {
     pub(super) fn claims_resolved(&mut self, now: Time, socket: SocketAddr, peer: Incarnation) {
         let claims: Vec<HandleId> = self.claims.keys().copied().collect();
         for id in claims {
-            let Some(claim) = self.claims.get_mut(&id) else { continue };
+            let Some(claim) = self.claims.get_mut(&id) else {
+                continue;
+            };
             let twice = claim.source_of(peer).is_some();
             let Some(source) = claim
                 .sources
@@ -379,7 +390,9 @@ impl Machine {
         pool: PoolId,
     ) -> Result<()> {
         let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&pool)).cloned();
-        let Some(claim_state) = self.open_claim(claim) else { return Ok(()) };
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
         let Some(source) = claim_state.source_of(peer) else {
             return Err(protocol("a match of a claim that does not name this endpoint"));
         };
@@ -409,7 +422,9 @@ impl Machine {
 
     pub(super) fn claim_restarted(&mut self, now: Time, peer: Incarnation, claim: u64, attempt: u32) -> Result<()> {
         let id = HandleId(claim);
-        let Some(claim_state) = self.open_claim(claim) else { return Ok(()) };
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
         let Some(source) = claim_state.source_of(peer) else {
             return Err(protocol("a restart of a claim that does not name this endpoint"));
         };
@@ -444,8 +459,16 @@ impl Machine {
     }
 
     /// The source refuses, or ends this: the claim fails, unless everything is in place already.
-    pub(super) fn claim_ended_by_source(&mut self, now: Time, peer: Incarnation, claim: u64, error: Error) -> Result<()> {
-        let Some(claim_state) = self.open_claim(claim) else { return Ok(()) };
+    pub(super) fn claim_ended_by_source(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        error: Error,
+    ) -> Result<()> {
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
         if claim_state.source_of(peer).is_none() {
             return Err(protocol("the end of a claim that does not name this endpoint"));
         }
@@ -463,7 +486,9 @@ impl Machine {
         part: u32,
         _extent: PartExtent,
     ) -> Result<()> {
-        let Some(claim_state) = self.open_claim(claim) else { return Ok(()) };
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
         if !claim_state.options.pull {
             return Err(protocol("a part to pull for a claim that is pushed"));
         }
@@ -482,7 +507,9 @@ impl Machine {
 
     pub(super) fn claim_validated(&mut self, now: Time, peer: Incarnation, claim: u64, live: bool) -> Result<()> {
         let id = HandleId(claim);
-        let Some(claim_state) = self.open_claim(claim) else { return Ok(()) };
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
         let Some(source) = claim_state.source_of(peer).filter(|source| source.validating) else {
             return Ok(());
         };
@@ -526,6 +553,16 @@ impl Machine {
         self.advance_claim(now, id);
     }
 
+    pub(super) fn claim_slot_corrupt(&mut self, now: Time, id: HandleId, slot: SlotKey, error: Error) {
+        let current = self
+            .claims
+            .get(&id)
+            .is_some_and(|claim| claim.sources.iter().any(|source| source.slot == Some(slot)));
+        if current {
+            self.end_claim(now, id, error);
+        }
+    }
+
     // ---------------------------------------------------------------------------------------------- progress
 
     /// Does what has become possible.
@@ -545,7 +582,9 @@ impl Machine {
 
     /// Once all sources have matched: which of them sends what.
     fn assign_claim(&mut self, id: HandleId) -> Result<()> {
-        let Some(claim) = self.claims.get_mut(&id) else { return Ok(()) };
+        let Some(claim) = self.claims.get_mut(&id) else {
+            return Ok(());
+        };
         if claim.assigned || claim.ending.is_some() {
             return Ok(());
         }
@@ -569,8 +608,12 @@ impl Machine {
 
     /// Once assigned and filled: a slot for each source that sends something.
     fn open_claim_slots(&mut self, now: Time, id: HandleId) -> Result<()> {
-        let Some(claim) = self.claims.get(&id) else { return Ok(()) };
-        let Some(selection) = claim.selection.clone() else { return Ok(()) };
+        let Some(claim) = self.claims.get(&id) else {
+            return Ok(());
+        };
+        let Some(selection) = claim.selection.clone() else {
+            return Ok(());
+        };
         if !claim.assigned || claim.ending.is_some() {
             return Ok(());
         }
@@ -611,7 +654,9 @@ impl Machine {
                 }
                 Err(error) => return Err(error),
             };
-            let Some(claim) = self.claims.get_mut(&id) else { return Ok(()) };
+            let Some(claim) = self.claims.get_mut(&id) else {
+                return Ok(());
+            };
             claim.since = now;
             claim.sources[index].slot = Some(slot);
             self.grant_claim_slot(now, id, peer, slot);
@@ -655,11 +700,7 @@ impl Machine {
 
     /// Nothing is needed of this source.
     fn tell_nothing(&mut self, now: Time, id: HandleId, index: usize) {
-        let Some(source) = self
-            .claims
-            .get_mut(&id)
-            .and_then(|claim| claim.sources.get_mut(index))
-        else {
+        let Some(source) = self.claims.get_mut(&id).and_then(|claim| claim.sources.get_mut(index)) else {
             return;
         };
         source.need = Need::Nothing;
@@ -726,7 +767,11 @@ impl Machine {
             return;
         }
         let limit = now + self.config.fence_limit;
-        let error = if claim.slots().next().is_some() { maybe_written(&error) } else { error };
+        let error = if claim.slots().next().is_some() {
+            maybe_written(&error)
+        } else {
+            error
+        };
         claim.since = now;
         claim.ending = Some(Ending {
             error,
@@ -824,7 +869,7 @@ impl Machine {
         };
         self.complete(id, result);
         for source in claim.sources {
-            for slot in source.voided {
+            for &slot in &source.voided {
                 self.end_slot(now, slot, verdict.clone());
             }
             let Some(peer) = source.peer() else { continue };

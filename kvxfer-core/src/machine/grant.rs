@@ -256,7 +256,10 @@ impl Machine {
         into: Grant,
     ) -> Result<()> {
         if into.name.incarnation != peer || into.access != Access::Write {
-            return Err(Error::new(ErrorKind::Protocol, "a read into a grant that is not the reader's"));
+            return Err(Error::new(
+                ErrorKind::Protocol,
+                "a read into a grant that is not the reader's",
+            ));
         }
         if let Err(error) = self.begin_read(now, peer, read, name, into) {
             self.send(now, peer, Message::ReadRefused { read, error });
@@ -277,9 +280,14 @@ impl Machine {
         }
         let own = self.pool(serve.pool)?;
         let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&into.pool));
-        let Some(layout) = advert.filter(|advert| advert.receives).map(|advert| advert.layout.clone()) else {
-            return Err(Error::new(ErrorKind::NotRegistered, format!("the reader's pool {}", into.pool))
-                .because("it is not registered for receiving"));
+        let Some(layout) = advert
+            .filter(|advert| advert.receives)
+            .map(|advert| advert.layout.clone())
+        else {
+            return Err(
+                Error::new(ErrorKind::NotRegistered, format!("the reader's pool {}", into.pool))
+                    .because("it is not registered for receiving"),
+            );
         };
         super::check_geometry(&layout, into.geometry_hash, into.pool)?;
         let target = Arc::new(into.target);
@@ -318,10 +326,11 @@ impl Machine {
     }
 
     pub(super) fn validate_read(&mut self, now: Time, peer: Incarnation, read: u64) {
-        let serve = self
-            .serves
-            .values_mut()
-            .find(|serve| serve.reader.is_some_and(|reader| reader.peer == peer && reader.read == read));
+        let serve = self.serves.values_mut().find(|serve| {
+            serve
+                .reader
+                .is_some_and(|reader| reader.peer == peer && reader.read == read)
+        });
         let mut live = false;
         if let Some(serve) = serve
             && serve.ending.is_none()

@@ -104,7 +104,9 @@ impl Machine {
 
     /// A connection is gone, whoever closed it.
     pub(super) fn on_disconnected(&mut self, now: Time, id: ConnectionId, why: Error) {
-        let Some(connection) = self.connections.remove(&id) else { return };
+        let Some(connection) = self.connections.remove(&id) else {
+            return;
+        };
         self.timers.clear(TimerKey::Handshake(id));
         match connection.purpose {
             Purpose::Resolve(socket) if connection.stage != Stage::Established => {
@@ -114,7 +116,9 @@ impl Machine {
             _ => {}
         }
         let Some(incarnation) = connection.peer else { return };
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
         if peer.connection == Some(id) {
             peer.connection = None;
             let dialer = peer.session.as_ref().is_some_and(|session| session.dialer);
@@ -170,7 +174,9 @@ impl Machine {
     }
 
     pub(super) fn on_handshake_timer(&mut self, now: Time, id: ConnectionId) {
-        let Some(connection) = self.connections.get(&id) else { return };
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
         if connection.stage == Stage::Established {
             return;
         }
@@ -182,7 +188,9 @@ impl Machine {
     }
 
     pub(super) fn on_frame(&mut self, now: Time, id: ConnectionId, frame: Frame) {
-        let Some(connection) = self.connections.get(&id) else { return };
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
         match (frame, connection.stage) {
             (Frame::Skipped, _) => {}
             (Frame::Hello(hello), Stage::Hello) => match connection.purpose {
@@ -221,7 +229,9 @@ impl Machine {
 
     /// The peer broke the protocol: closes the session, or the connection if there is none yet.
     fn broken(&mut self, now: Time, id: ConnectionId, error: Error) {
-        let Some(connection) = self.connections.get(&id) else { return };
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
         match connection.peer {
             Some(peer) if connection.stage == Stage::Established => self.protocol_broken(now, peer, error),
             _ => self.give_up_connection(now, id, error),
@@ -264,7 +274,9 @@ impl Machine {
         }
         let from = self.connections.get(&id).and_then(|connection| connection.from);
         self.note_restarts(now, &hello, from);
-        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
         connection.peer = Some(hello.incarnation);
         let wins = self.incarnation < hello.incarnation;
         let Some(peer) = self.peers.get_mut(&hello.incarnation) else {
@@ -299,7 +311,9 @@ impl Machine {
         let (number, received) = known.map_or((0, 0), |session| (session.number, session.received));
         let resumed = known.is_some() && hello.resume.map(|resume| resume.session) == Some(number);
         let answer = self.hello(Some(hello.incarnation), 0);
-        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
         connection.stage = Stage::Ready;
         connection.token = hello.token;
         connection.resumed = resumed;
@@ -322,7 +336,9 @@ impl Machine {
     }
 
     fn ready_of_dialer(&mut self, now: Time, id: ConnectionId, number: u128, resumed: bool, received: u64) {
-        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
         let Some(hello) = connection.hello.take() else { return };
         let (peer, token, began, offered) = (
             hello.incarnation,
@@ -357,7 +373,9 @@ impl Machine {
     // -------------------------------------------------------------------------------------------- dialing
 
     fn hello_of_acceptor(&mut self, now: Time, id: ConnectionId, hello: Box<Hello>) {
-        let Some(connection) = self.connections.get(&id) else { return };
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
         let purpose = connection.purpose;
         if let Purpose::Peer(expected) = purpose
             && hello.incarnation != expected
@@ -371,7 +389,9 @@ impl Machine {
             return;
         }
         self.note_restarts(now, &hello, None);
-        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
         let actual = hello.incarnation;
         if let Purpose::Resolve(socket) = purpose {
             // From here on this is a dial of a known peer.
@@ -409,7 +429,9 @@ impl Machine {
     }
 
     fn ready_of_acceptor(&mut self, now: Time, id: ConnectionId, number: u128, resumed: bool, received: u64) {
-        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
         let Some(hello) = connection.hello.take() else { return };
         let (incarnation, token) = (hello.incarnation, connection.token);
         let Some(peer) = self.peers.get(&incarnation) else {
@@ -449,7 +471,9 @@ impl Machine {
 
     /// The endpoint that we dialed will not have us.
     fn refused(&mut self, now: Time, id: ConnectionId, error: Error) {
-        let Some(connection) = self.connections.get(&id) else { return };
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
         if error.kind() == ErrorKind::Busy {
             self.give_up_connection(now, id, error);
             return;
@@ -492,8 +516,17 @@ impl Machine {
                     .remedy("use the peer's address, not one's own"),
             );
         }
-        if !self.transports.iter().any(|(ours, _)| hello.transports.iter().any(|(theirs, _)| ours == theirs)) {
-            let names = |list: &[(String, Vec<u8>)]| list.iter().map(|(name, _)| name.as_str()).collect::<Vec<_>>().join(", ");
+        if !self
+            .transports
+            .iter()
+            .any(|(ours, _)| hello.transports.iter().any(|(theirs, _)| ours == theirs))
+        {
+            let names = |list: &[(String, Vec<u8>)]| {
+                list.iter()
+                    .map(|(name, _)| name.as_str())
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            };
             return Err(Error::new(ErrorKind::Unsupported, "a transport between two endpoints")
                 .because(format!(
                     "this endpoint has [{}], the peer [{}]",
@@ -503,8 +536,9 @@ impl Machine {
                 .remedy("configure a transport that both sides have, for example tcp"));
         }
         if self.shutdown.is_some() {
-            return Err(Error::new(ErrorKind::Closed, format!("endpoint {}", self.config.name))
-                .because("it is shutting down"));
+            return Err(
+                Error::new(ErrorKind::Closed, format!("endpoint {}", self.config.name)).because("it is shutting down")
+            );
         }
         if !self.peers.contains_key(&hello.incarnation)
             && hello.expects.is_some()
@@ -564,8 +598,14 @@ impl Machine {
         }
         let unheard = !resumed && self.take_over_unheard(incarnation, number, token, dialed);
         let fresh = !resumed && !unheard;
-        let undecided = if fresh { self.session_replaced(now, incarnation) } else { Vec::new() };
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return };
+        let undecided = if fresh {
+            self.session_replaced(now, incarnation)
+        } else {
+            Vec::new()
+        };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
         peer.connection = Some(id);
         peer.established = now;
         peer.last_heard = now;
@@ -639,7 +679,9 @@ impl Machine {
     /// The peer has forgotten the session: everything on it is lost, except that the outcome of what was being sent
     /// is asked for in the next.
     fn session_replaced(&mut self, now: Time, incarnation: Incarnation) -> Vec<Message> {
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return Vec::new() };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return Vec::new();
+        };
         if peer.session.take().is_none() {
             return Vec::new();
         }
@@ -651,7 +693,9 @@ impl Machine {
     }
 
     fn repeat_unacknowledged(&mut self, now: Time, incarnation: Incarnation, received: u64) {
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
         let (Some(session), Some(connection)) = (peer.session.as_mut(), peer.connection) else {
             return;
         };
@@ -682,7 +726,9 @@ impl Machine {
         let Some(incarnation) = self.connections.get(&id).and_then(|connection| connection.peer) else {
             return;
         };
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
         if peer.connection != Some(id) {
             return;
         }

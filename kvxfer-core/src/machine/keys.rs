@@ -153,8 +153,11 @@ impl Keys {
     }
 
     fn remember(&mut self, now: Time, key: &[u8]) -> &mut Remembered {
-        while self.order.len() >= self.remembered_max.saturating_mul(2) || self.remembered.len() >= self.remembered_max {
-            let Some((until, oldest)) = self.order.pop_front() else { break };
+        while self.order.len() >= self.remembered_max.saturating_mul(2) || self.remembered.len() >= self.remembered_max
+        {
+            let Some((until, oldest)) = self.order.pop_front() else {
+                break;
+            };
             if self.remembered.get(&oldest).is_some_and(|entry| entry.until == until) {
                 self.remembered.remove(&oldest);
             }

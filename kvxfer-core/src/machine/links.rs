@@ -1,9 +1,9 @@
 //! Links to peers, the transfers on them, and the relay of lane fences.
 
+use super::Machine;
 use super::config::RETRY_AFTER;
 use super::timers::TimerKey;
 use super::types::{Action, HandleId, LinkCommand, PeerChange};
-use super::Machine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::{ChunkName, ChunkState, LaneName, SendEvent, SendPart, SendSpec, TransferId};
 use crate::id::{GrantName, Incarnation};
@@ -67,7 +67,9 @@ impl Machine {
         if self.links.contains_key(&incarnation) || self.shutdown_over {
             return;
         }
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
         let Some(session) = peer.session.as_ref().filter(|session| session.confirmed) else {
             return;
         };
@@ -134,7 +136,9 @@ impl Machine {
 
     /// Closes the link. What it touches is fenced once `LinkEvent::Closed` has come.
     pub(super) fn close_link(&mut self, now: Time, incarnation: Incarnation) {
-        let Some(link) = self.links.get_mut(&incarnation) else { return };
+        let Some(link) = self.links.get_mut(&incarnation) else {
+            return;
+        };
         if link.closing {
             return;
         }
@@ -175,6 +179,11 @@ impl Machine {
             }
             LinkEvent::SlotQuiet => {}
             LinkEvent::SlotArrived { slot, generation } => self.slot_arrived(now, (slot, generation)),
+            LinkEvent::SlotCorrupt {
+                slot,
+                generation,
+                error,
+            } => self.slot_corrupt(now, (slot, generation), error),
             LinkEvent::Closed => {
                 self.links.remove(&incarnation);
                 self.open_link(now, incarnation);
@@ -184,7 +193,9 @@ impl Machine {
     }
 
     pub(super) fn on_link_failed(&mut self, now: Time, incarnation: Incarnation, error: Error) {
-        let Some(link) = self.links.remove(&incarnation) else { return };
+        let Some(link) = self.links.remove(&incarnation) else {
+            return;
+        };
         if let Some(peer) = self.peers.get_mut(&incarnation) {
             let transport = peer.transport.take().unwrap_or_default();
             peer.transports_refused = vec![(transport, error.to_string())];
@@ -219,7 +230,12 @@ impl Machine {
     }
 
     /// Relays the sender's wish: its lane was lost.
-    pub(super) fn fence_lane(&mut self, incarnation: Incarnation, lane: LaneName, chunks: Vec<ChunkName>) -> Result<()> {
+    pub(super) fn fence_lane(
+        &mut self,
+        incarnation: Incarnation,
+        lane: LaneName,
+        chunks: Vec<ChunkName>,
+    ) -> Result<()> {
         if self.links.get(&incarnation).is_some_and(|link| !link.closing) {
             self.actions.push_back(Action::Link {
                 peer: incarnation,
@@ -235,7 +251,12 @@ impl Machine {
     }
 
     /// Relays the receiver's answer.
-    pub(super) fn lane_fenced(&mut self, incarnation: Incarnation, lane: LaneName, chunks: Vec<(ChunkName, ChunkState)>) {
+    pub(super) fn lane_fenced(
+        &mut self,
+        incarnation: Incarnation,
+        lane: LaneName,
+        chunks: Vec<(ChunkName, ChunkState)>,
+    ) {
         if self.links.get(&incarnation).is_some_and(|link| !link.closing) {
             self.actions.push_back(Action::Link {
                 peer: incarnation,
@@ -288,7 +309,9 @@ impl Machine {
 
     /// Gives a part to the transfer, and the transfer to the link when its turn comes.
     pub(super) fn add_part(&mut self, now: Time, id: TransferId, part: SendPart) {
-        let Some(transfer) = self.link_transfers.get_mut(&id) else { return };
+        let Some(transfer) = self.link_transfers.get_mut(&id) else {
+            return;
+        };
         transfer.parts.push(part.clone());
         let peer = transfer.peer;
         match transfer.phase {
@@ -310,13 +333,19 @@ impl Machine {
 
     /// Gives waiting transfers to the link, as many as may be active.
     pub(super) fn pump(&mut self, _now: Time, incarnation: Incarnation) {
-        if self.links.get(&incarnation).is_none_or(|link| link.closing) || self.timers.is_set(TimerKey::Link(incarnation)) {
+        if self.links.get(&incarnation).is_none_or(|link| link.closing)
+            || self.timers.is_set(TimerKey::Link(incarnation))
+        {
             return;
         }
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
         while peer.active < self.config.grants_per_peer_max {
             let Some((_, id)) = peer.queue.pop_first() else { return };
-            let Some(transfer) = self.link_transfers.get_mut(&id) else { continue };
+            let Some(transfer) = self.link_transfers.get_mut(&id) else {
+                continue;
+            };
             transfer.phase = LinkPhase::Active;
             peer.active += 1;
             self.actions.push_back(Action::Link {
@@ -334,7 +363,9 @@ impl Machine {
 
     /// Stops a transfer. `acknowledge` names the grant whose verdict is acknowledged once nothing is outstanding.
     pub(super) fn stop_transfer(&mut self, now: Time, id: TransferId, acknowledge: Option<GrantName>) {
-        let Some(transfer) = self.link_transfers.get_mut(&id) else { return };
+        let Some(transfer) = self.link_transfers.get_mut(&id) else {
+            return;
+        };
         transfer.acknowledge = acknowledge;
         match transfer.phase {
             LinkPhase::Empty | LinkPhase::Queued => self.transfer_is_over(now, id),
@@ -351,7 +382,9 @@ impl Machine {
 
     /// Lets go of a transfer: nothing of it is outstanding.
     pub(super) fn transfer_is_over(&mut self, now: Time, id: TransferId) {
-        let Some(transfer) = self.link_transfers.remove(&id) else { return };
+        let Some(transfer) = self.link_transfers.remove(&id) else {
+            return;
+        };
         let place = (u8::MAX - transfer.spec.priority, id);
         if let Some(peer) = self.peers.get_mut(&transfer.peer) {
             match transfer.phase {
@@ -374,12 +407,13 @@ impl Machine {
     }
 
     pub(super) fn on_submit_failed(&mut self, now: Time, incarnation: Incarnation, id: TransferId, error: Error) {
-        let Some(transfer) = self.link_transfers.get(&id) else { return };
+        let Some(transfer) = self.link_transfers.get(&id) else {
+            return;
+        };
         match transfer.phase {
             LinkPhase::Stopping => self.transfer_is_over(now, id),
             LinkPhase::Active if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Closed) => {
-                self.timers
-                    .set_earlier(TimerKey::Link(incarnation), now + RETRY_AFTER);
+                self.timers.set_earlier(TimerKey::Link(incarnation), now + RETRY_AFTER);
                 self.requeue(id);
             }
             LinkPhase::Active => {
@@ -397,7 +431,9 @@ impl Machine {
     }
 
     fn requeue(&mut self, id: TransferId) {
-        let Some(transfer) = self.link_transfers.get_mut(&id) else { return };
+        let Some(transfer) = self.link_transfers.get_mut(&id) else {
+            return;
+        };
         transfer.phase = LinkPhase::Queued;
         if let Some(peer) = self.peers.get_mut(&transfer.peer) {
             peer.active = peer.active.saturating_sub(1);
@@ -417,7 +453,9 @@ impl Machine {
 
     fn send_event(&mut self, now: Time, event: SendEvent) {
         let (SendEvent::Arrived(id) | SendEvent::Refused(id) | SendEvent::Drained(id) | SendEvent::Quiet(id)) = event;
-        let Some(transfer) = self.link_transfers.get(&id) else { return };
+        let Some(transfer) = self.link_transfers.get(&id) else {
+            return;
+        };
         let (owner, stopping) = (transfer.owner, transfer.phase == LinkPhase::Stopping);
         if let SendEvent::Drained(_) = event {
             if mutants::is(Mutant::SourceDecidesArrival) && !stopping {

@@ -14,7 +14,7 @@ use crate::flow::{PartExtent, SendPart, SendSpec, TransferId};
 use crate::id::{GrantName, Incarnation};
 use crate::layout::PoolLayout;
 use crate::mutants::{self, Mutant};
-use crate::plan::{self, Target};
+use crate::plan::{self, Scope, Target};
 use crate::time::Time;
 use crate::wire::{Access, ClaimMessage, Grant, Message, Verdict};
 
@@ -204,7 +204,9 @@ impl Machine {
             return Err(protocol("a pulled claim that is pushed, or the other way round"));
         }
         let (id, ended) = (member.offer, member.source_ended);
-        let Some(offer) = self.offers.get(&id) else { return Ok(()) };
+        let Some(offer) = self.offers.get(&id) else {
+            return Ok(());
+        };
         if attempt > offer.attempt {
             return Err(protocol("a grant for an attempt that is to come"));
         }
@@ -237,19 +239,27 @@ impl Machine {
         grant: Grant,
     ) -> Result<Vec<PartRange>> {
         let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&grant.pool));
-        let Some(layout) = advert.filter(|advert| advert.receives).map(|advert| advert.layout.clone()) else {
-            return Err(Error::new(ErrorKind::NotRegistered, format!("the destination's pool {}", grant.pool))
-                .because("it is not registered for receiving"));
+        let Some(layout) = advert
+            .filter(|advert| advert.receives)
+            .map(|advert| advert.layout.clone())
+        else {
+            return Err(Error::new(
+                ErrorKind::NotRegistered,
+                format!("the destination's pool {}", grant.pool),
+            )
+            .because("it is not registered for receiving"));
         };
         super::check_geometry(&layout, grant.geometry_hash, grant.pool)?;
         let Target::Selection { scope, .. } = &grant.target else {
             return Err(Error::new(ErrorKind::Unsupported, "a claim's grant of explicit pieces"));
         };
-        let Some(offer) = self.offers.get(&id) else { return Err(super::handle_ended()) };
+        let Some(offer) = self.offers.get(&id) else {
+            return Err(super::handle_ended());
+        };
         let Some(own) = self.pools.get(&offer.pool) else {
             return Err(super::pool_unknown(offer.pool));
         };
-        let layers = map_layers(&own.layout, &layout, &scope.layers);
+        let layers = map_layers(&own.layout, &layout, scope);
         let parts = offer.released.all(offer.finished.unwrap_or(0));
         let (gate, options) = (offer.gate.clone(), offer.options.clone());
         let total = grant.target.bytes(&layout)?;
@@ -303,7 +313,9 @@ impl Machine {
         if member.source_ended {
             return Ok(());
         }
-        let Some(offer) = self.offers.get(&member.offer) else { return Ok(()) };
+        let Some(offer) = self.offers.get(&member.offer) else {
+            return Ok(());
+        };
         let (Some(grant), Some(own)) = (member.grant.as_mut(), self.pools.get(&offer.pool)) else {
             return Ok(());
         };
@@ -357,7 +369,14 @@ impl Machine {
     }
 
     /// Pull: the reader wants a part.
-    pub(super) fn read_part(&mut self, now: Time, peer: Incarnation, claim: u64, attempt: u32, part: u32) -> Result<()> {
+    pub(super) fn read_part(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        attempt: u32,
+        part: u32,
+    ) -> Result<()> {
         let current = match self.member(peer, claim).map(|member| member.offer) {
             Some(offer) => self.offers.get(&offer).map(|offer| offer.attempt),
             None => None,
@@ -368,7 +387,9 @@ impl Machine {
         let Some(member) = self.member(peer, claim).filter(|member| !member.source_ended) else {
             return Ok(());
         };
-        let Some(grant) = member.grant.as_mut() else { return Ok(()) };
+        let Some(grant) = member.grant.as_mut() else {
+            return Ok(());
+        };
         let Some(part) = grant.announced.remove(&part) else {
             return Err(protocol("a part to read that was not announced"));
         };
@@ -411,16 +432,14 @@ impl Machine {
         let Some(Target::Selection { selection, .. }) = member.grant.as_ref().map(|grant| &*grant.target) else {
             return;
         };
-        let wanted = selection
-            .groups
-            .iter()
-            .map(|group| group.token_end)
-            .max()
-            .unwrap_or(0);
+        let wanted = selection.groups.iter().map(|group| group.token_end).max().unwrap_or(0);
         if wanted > end {
-            let error = Error::new(ErrorKind::InvalidArgument, format!("tokens {end}..{wanted} of the claim"))
-                .because(format!("the request has {end} tokens"))
-                .remedy("claim no more tokens than the request has");
+            let error = Error::new(
+                ErrorKind::InvalidArgument,
+                format!("tokens {end}..{wanted} of the claim"),
+            )
+            .because(format!("the request has {end} tokens"))
+            .remedy("claim no more tokens than the request has");
             self.end_member_from_source(now, peer, claim, error);
         }
     }
@@ -617,15 +636,12 @@ impl MemberGrant {
 }
 
 /// For each layer of the source, by its id: where the grant's scope has it.
-fn map_layers(source: &PoolLayout, destination: &PoolLayout, scope: &[u16]) -> Vec<Option<u16>> {
-    let names = destination.layers();
-    let wanted: BTreeMap<&str, u16> = scope
+fn map_layers(source: &PoolLayout, destination: &PoolLayout, scope: &Scope) -> Vec<Option<u16>> {
+    let wanted: BTreeMap<&str, u16> = destination
+        .layers()
         .iter()
-        .enumerate()
-        .filter_map(|(index, &layer)| {
-            let name = names.get(usize::from(layer))?;
-            Some((name.as_str(), u16::try_from(index).ok()?))
-        })
+        .zip(0u16..)
+        .filter_map(|(name, layer)| Some((name.as_str(), scope.position(layer)?)))
         .collect();
     source
         .layers()

@@ -19,7 +19,9 @@ impl Machine {
         match message {
             Message::Heartbeat => {}
             Message::PoolAdded(advert) => {
-                let Some(peer) = self.peers.get_mut(&from) else { return Ok(()) };
+                let Some(peer) = self.peers.get_mut(&from) else {
+                    return Ok(());
+                };
                 if peer.pools.len() >= PEER_POOLS_MAX {
                     return Err(Error::new(ErrorKind::Protocol, "one more pool")
                         .because(format!("a peer has at most {PEER_POOLS_MAX}")));

@@ -481,8 +481,10 @@ impl Machine {
         }
         self.draining = true;
         self.shutdown = Some(now);
-        self.timers
-            .set(TimerKey::Shutdown, now + self.config.fence_limit + self.config.fence_limit / 4);
+        self.timers.set(
+            TimerKey::Shutdown,
+            now + self.config.fence_limit + self.config.fence_limit / 4,
+        );
         for handle in self.open_handles() {
             let error = Error::new(ErrorKind::Closed, "the handle").because("the endpoint was closed");
             self.end_handle(now, handle, error);
@@ -873,10 +875,12 @@ fn check_geometry(layout: &PoolLayout, hash: u64, pool: PoolId) -> Result<()> {
     if layout.geometry_hash() == hash {
         return Ok(());
     }
-    Err(Error::new(ErrorKind::GeometryMismatch, format!("the grant's pool {pool}"))
-        .because(format!(
-            "its owner declares geometry {:016x}, the grant was made for {hash:016x}",
-            layout.geometry_hash()
-        ))
-        .remedy("ask for a new grant"))
+    Err(
+        Error::new(ErrorKind::GeometryMismatch, format!("the grant's pool {pool}"))
+            .because(format!(
+                "its owner declares geometry {:016x}, the grant was made for {hash:016x}",
+                layout.geometry_hash()
+            ))
+            .remedy("ask for a new grant"),
+    )
 }

@@ -3,13 +3,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
+use super::Machine;
 use super::claim::check_key;
 use super::member::RemoteClaim;
 use super::released::{PartRange, Released};
 use super::slots::{quarantined, unknown};
 use super::timers::TimerKey;
 use super::types::{HandleId, MemberVerdict, OfferOptions, Outcome};
-use super::Machine;
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::Gate;
 use crate::id::{Incarnation, PoolId};
@@ -17,7 +17,7 @@ use crate::layout::{BlockId, Selection};
 use crate::mutants::{self, Mutant};
 use crate::plan::{Scope, Target};
 use crate::time::Time;
-use crate::wire::{Message, Verdict};
+use crate::wire::Verdict;
 
 /// An open offer.
 #[derive(Debug)]
@@ -103,7 +103,13 @@ impl Offer {
 static EMPTY: Selection = Selection { groups: Vec::new() };
 
 impl Machine {
-    pub(super) fn begin_offer(&mut self, now: Time, key: &[u8], pool: PoolId, options: OfferOptions) -> Result<HandleId> {
+    pub(super) fn begin_offer(
+        &mut self,
+        now: Time,
+        key: &[u8],
+        pool: PoolId,
+        options: OfferOptions,
+    ) -> Result<HandleId> {
         check_key(key)?;
         self.check_new_handle("an offer")?;
         let own = self.pool(pool)?;
@@ -123,7 +129,7 @@ impl Machine {
             );
         }
         let layers = own.layout.layers().len();
-        let source = source_target(Selection::default(), layers);
+        let source = source_target(Selection::default());
         let id = self.new_handle();
         let strict = options.deadline.map(|deadline| now + deadline);
         let first = strict.unwrap_or(now + self.config.unmatched_deadline);
@@ -172,8 +178,7 @@ impl Machine {
         }
         for waiting in self.keys.take_waiting(key) {
             self.remote_claims.remove(&(waiting.peer, waiting.claim.claim));
-            self.timers
-                .clear(TimerKey::Waiting(waiting.peer, waiting.claim.claim));
+            self.timers.clear(TimerKey::Waiting(waiting.peer, waiting.claim.claim));
             self.match_claim(now, id, waiting.peer, waiting.claim);
         }
     }
@@ -192,7 +197,7 @@ impl Machine {
         offer.check_unfinished()?;
         let mut selection = offer.selection().clone();
         layout.append(&mut selection, more)?;
-        offer.source = source_target(selection, layout.layers().len());
+        offer.source = source_target(selection);
         offer.since = now;
         Ok(())
     }
@@ -282,7 +287,7 @@ impl Machine {
         let gate = std::mem::replace(&mut offer.gate, Gate::new());
         offer.voided.retain(|gate| !gate.fenced());
         offer.voided.push(gate);
-        offer.source = source_target(Selection::default(), layers);
+        offer.source = source_target(Selection::default());
         offer.released = Released::new(layers);
         offer.finished = None;
         offer.parts = 0;
@@ -429,10 +434,7 @@ impl Machine {
         self.keys.ended(now, &offer.key, late_claim_error(why.as_ref()));
         self.timers
             .set_earlier(TimerKey::Keys, now + self.config.ended_keys_retention);
-        let arrived = offer
-            .verdicts
-            .iter()
-            .any(|member| member.verdict == Verdict::Arrived);
+        let arrived = offer.verdicts.iter().any(|member| member.verdict == Verdict::Arrived);
         let result = match why {
             Some(why) if !(served && arrived) => Err(why),
             _ if arrived => Ok(Outcome::Released {
@@ -480,7 +482,9 @@ impl Offer {
         let full = self.sets.len() >= readers && !mutants::is(Mutant::IgnoreReaders);
         if !self.sets.contains_key(&set) {
             if full {
-                return Err(already_claimed(format!("it serves {readers} readers, which have all come")));
+                return Err(already_claimed(format!(
+                    "it serves {readers} readers, which have all come"
+                )));
             }
             self.sets.insert(
                 set,
@@ -491,7 +495,9 @@ impl Offer {
                 },
             );
         }
-        let Some(known) = self.sets.get_mut(&set) else { return Ok(()) };
+        let Some(known) = self.sets.get_mut(&set) else {
+            return Ok(());
+        };
         if known.members != members {
             return Err(
                 Error::new(ErrorKind::InvalidArgument, format!("a claim set of {members} members"))
@@ -529,13 +535,10 @@ fn already_claimed(why: String) -> Error {
 }
 
 /// All layers and heads that the source has.
-fn source_target(selection: Selection, layers: usize) -> Arc<Target> {
+fn source_target(selection: Selection) -> Arc<Target> {
     Arc::new(Target::Selection {
         selection,
-        scope: Scope {
-            layers: (0..u16::try_from(layers).unwrap_or(u16::MAX)).collect(),
-            heads: None,
-        },
+        scope: Scope::EVERYTHING,
     })
 }
 

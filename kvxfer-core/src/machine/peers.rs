@@ -178,7 +178,9 @@ impl Machine {
     }
 
     pub(super) fn dial_peer(&mut self, now: Time, incarnation: Incarnation) {
-        let Some(peer) = self.peers.get(&incarnation) else { return };
+        let Some(peer) = self.peers.get(&incarnation) else {
+            return;
+        };
         if peer.connection.is_some() || peer.dial.is_some() || peer.address.sockets.is_empty() {
             return;
         }
@@ -190,7 +192,9 @@ impl Machine {
     }
 
     pub(super) fn dial_resolving(&mut self, now: Time, socket: SocketAddr) {
-        let Some(resolving) = self.resolving.get(&socket) else { return };
+        let Some(resolving) = self.resolving.get(&socket) else {
+            return;
+        };
         if resolving.connection.is_some() {
             return;
         }
@@ -204,7 +208,9 @@ impl Machine {
     /// The next dial, after a back-off that doubles.
     pub(super) fn dial_later(&mut self, now: Time, incarnation: Incarnation, error: Error) {
         let backoff_max = self.config.backoff_max;
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
         peer.last_error = Some(error);
         let wait = self.random.jitter(peer.backoff);
         peer.backoff = (peer.backoff * 2).min(backoff_max);
@@ -213,7 +219,9 @@ impl Machine {
 
     pub(super) fn resolve_later(&mut self, now: Time, socket: SocketAddr, error: Error) {
         let (liveness, backoff_max) = (self.config.liveness, self.config.backoff_max);
-        let Some(resolving) = self.resolving.get_mut(&socket) else { return };
+        let Some(resolving) = self.resolving.get_mut(&socket) else {
+            return;
+        };
         resolving.connection = None;
         if now >= resolving.since + liveness {
             let unreachable = unreachable(&resolving.address, Some(&error));
@@ -301,7 +309,9 @@ impl Machine {
 
     pub(super) fn on_heartbeat_timer(&mut self, now: Time, incarnation: Incarnation) {
         self.flush_verdict_acks(now, incarnation);
-        let Some(peer) = self.peers.get(&incarnation) else { return };
+        let Some(peer) = self.peers.get(&incarnation) else {
+            return;
+        };
         if peer.session.is_none() {
             return;
         }
@@ -314,12 +324,15 @@ impl Machine {
             .get(&incarnation)
             .map_or(now, |peer| peer.last_sent.max(now.min(peer.last_sent + heartbeat)))
             + heartbeat;
-        self.timers.set(TimerKey::Heartbeat(incarnation), next.max(now + heartbeat / 4));
+        self.timers
+            .set(TimerKey::Heartbeat(incarnation), next.max(now + heartbeat / 4));
     }
 
     pub(super) fn on_liveness_timer(&mut self, now: Time, incarnation: Incarnation) {
         let liveness = self.config.liveness;
-        let Some(peer) = self.peers.get_mut(&incarnation) else { return };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
         if let Some(error) = peer.doomed.take() {
             self.end_peer(now, incarnation, error);
             return;
@@ -340,7 +353,10 @@ impl Machine {
         if now >= peer.last_heard + liveness {
             let why = match &peer.last_error {
                 Some(error) if peer.connection.is_none() => error.to_string(),
-                _ => format!("nothing was heard of it for {} ms", now.since(peer.last_heard).as_millis()),
+                _ => format!(
+                    "nothing was heard of it for {} ms",
+                    now.since(peer.last_heard).as_millis()
+                ),
             };
             let error = lost(incarnation, &peer.name, why);
             self.end_peer(now, incarnation, error);
@@ -352,7 +368,9 @@ impl Machine {
 
     /// The peer is gone: ends its session, its link, and every handle with it.
     pub(super) fn end_peer(&mut self, now: Time, incarnation: Incarnation, error: Error) {
-        let Some(mut peer) = self.peers.remove(&incarnation) else { return };
+        let Some(mut peer) = self.peers.remove(&incarnation) else {
+            return;
+        };
         let had_session = peer.session.is_some();
         for connection in [peer.connection.take(), peer.dial.take(), peer.parked.take()] {
             if let Some(connection) = connection {

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
+use super::Machine;
 use super::timers::TimerKey;
 use super::types::HandleId;
-use super::Machine;
 use crate::error::{Destination, Error, ErrorKind, Result};
 use crate::flow::{Close, SlotSpec, SlotWatcher};
 use crate::id::{Generation, GrantName, Incarnation, PoolId, SlotId};
@@ -97,17 +97,14 @@ impl Machine {
 
     /// Whether no byte lands in a slot that was closed, or has arrived.
     pub(super) fn slot_is_fenced(&self, slot: SlotKey) -> bool {
-        self.slots.fenced(slot.0, slot.1)
-            || mutants::is(Mutant::ReportCancelBeforeFence)
-            || self
-                .slots
-                .progress(slot.0, slot.1)
-                .is_none_or(|progress| progress.arrived)
+        self.slots.fenced(slot.0, slot.1) || mutants::is(Mutant::ReportCancelBeforeFence)
     }
 
     /// The verdict on a slot that is fenced: kept until it is acknowledged, or for so long.
     pub(super) fn end_slot(&mut self, now: Time, slot: SlotKey, verdict: Verdict) {
-        let Some(used) = self.slot_uses.get_mut(&slot) else { return };
+        let Some(used) = self.slot_uses.get_mut(&slot) else {
+            return;
+        };
         if used.verdict.is_some() {
             return;
         }
@@ -129,7 +126,9 @@ impl Machine {
     /// The slot could not be fenced in time: its blocks are lost until the endpoint ends.
     pub(super) fn quarantine_slot(&mut self, now: Time, slot: SlotKey, error: &Error) {
         let grant = self.grant_name(slot);
-        let Some(used) = self.slot_uses.get_mut(&slot) else { return };
+        let Some(used) = self.slot_uses.get_mut(&slot) else {
+            return;
+        };
         used.quarantined = true;
         let verdict = Verdict::Failed(error.clone());
         used.verdict = Some(verdict.clone());
@@ -141,7 +140,9 @@ impl Machine {
 
     /// Gives a slot back: its next use has a higher generation.
     pub(super) fn release_slot(&mut self, now: Time, slot: SlotKey) {
-        let Some(used) = self.slot_uses.get(&slot).filter(|used| !used.quarantined) else { return };
+        let Some(used) = self.slot_uses.get(&slot).filter(|used| !used.quarantined) else {
+            return;
+        };
         if let SlotOwner::Claim(claim, source) = used.owner
             && self.ended_claims.get(&(source, claim.0)) == Some(&slot)
         {
@@ -157,7 +158,9 @@ impl Machine {
 
     /// The peer needs no verdict on this slot (any more).
     pub(super) fn slot_acknowledged(&mut self, now: Time, from: Incarnation, slot: SlotKey) {
-        let Some(used) = self.slot_uses.get_mut(&slot) else { return };
+        let Some(used) = self.slot_uses.get_mut(&slot) else {
+            return;
+        };
         if used.peer.is_some_and(|peer| peer != from) {
             return;
         }
@@ -195,7 +198,9 @@ impl Machine {
         if grant.incarnation != self.incarnation {
             return;
         }
-        let Some(used) = self.slot_uses.get(&(grant.slot, grant.generation)) else { return };
+        let Some(used) = self.slot_uses.get(&(grant.slot, grant.generation)) else {
+            return;
+        };
         if let SlotOwner::Grant(handle) = used.owner
             && used.verdict.is_none()
             && used.peer == Some(from)
@@ -214,6 +219,18 @@ impl Machine {
             SlotOwner::Claim(handle, source) => self.claim_slot_arrived(now, handle, source, slot),
             SlotOwner::Grant(handle) => self.grant_arrived(now, handle),
             SlotOwner::Pull(handle) => self.pull_slot_arrived(now, handle),
+        }
+    }
+
+    /// Bytes came that are not those that were sent: the data plane has closed the slot.
+    pub(super) fn slot_corrupt(&mut self, now: Time, slot: SlotKey, error: Error) {
+        let Some(used) = self.slot_uses.get(&slot).filter(|used| used.verdict.is_none()) else {
+            return;
+        };
+        match used.owner {
+            SlotOwner::Claim(handle, _) => self.claim_slot_corrupt(now, handle, slot, error),
+            SlotOwner::Grant(handle) => self.end_grant(now, handle, error),
+            SlotOwner::Pull(handle) => self.end_pull(now, handle, error),
         }
     }
 

@@ -161,7 +161,9 @@ impl Machine {
 
     /// There is a session: the blocks of both sides are known.
     fn start_push(&mut self, now: Time, id: HandleId) -> Result<()> {
-        let Some(push) = self.pushes.get(&id) else { return Ok(()) };
+        let Some(push) = self.pushes.get(&id) else {
+            return Ok(());
+        };
         let peer = push.peer;
         let own = self.pool(push.pool)?;
         let layout = self.grant_layout(&push.grant)?;
@@ -423,8 +425,9 @@ impl Machine {
     ) -> Result<HandleId> {
         self.check_new_handle("a pull")?;
         if options.message.is_some() {
-            return Err(Error::new(ErrorKind::InvalidArgument, "a user message with a pull")
-                .because("only a push carries one"));
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, "a user message with a pull").because("only a push carries one")
+            );
         }
         let own = self.pool(pool)?;
         if !own.receives {
@@ -576,9 +579,9 @@ impl Machine {
     pub(super) fn look_at_pull_fence(&mut self, now: Time, id: HandleId) {
         let Some(pull) = self.pulls.get(&id) else { return };
         let Some(ending) = &pull.ending else { return };
-        let fenced = pull.slot.is_none_or(|slot| {
-            self.slot_is_fenced(slot) && ending.links.iter().all(|link| self.link_is_closed(*link))
-        });
+        let fenced = pull
+            .slot
+            .is_none_or(|slot| self.slot_is_fenced(slot) && ending.links.iter().all(|link| self.link_is_closed(*link)));
         if fenced {
             let error = ending.error.clone();
             self.finish_pull(now, id, Err(error));
@@ -653,8 +656,11 @@ impl Machine {
         let peer = grant.name.incarnation;
         let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&grant.pool));
         let Some(advert) = advert else {
-            return Err(Error::new(ErrorKind::NotRegistered, format!("pool {} of endpoint {peer}", grant.pool))
-                .because("its owner has closed it"));
+            return Err(Error::new(
+                ErrorKind::NotRegistered,
+                format!("pool {} of endpoint {peer}", grant.pool),
+            )
+            .because("its owner has closed it"));
         };
         super::check_geometry(&advert.layout, grant.geometry_hash, grant.pool)?;
         Ok(advert.layout.clone())
@@ -663,7 +669,5 @@ impl Machine {
 
 fn deadline_of(now: Time, grant: &Grant, options: &TransferOptions) -> Time {
     let granted = now + std::time::Duration::from_millis(grant.remaining_ms);
-    options
-        .deadline
-        .map_or(granted, |deadline| granted.min(now + deadline))
+    options.deadline.map_or(granted, |deadline| granted.min(now + deadline))
 }

@@ -63,7 +63,11 @@ impl World {
             let node = self.rng.below(nodes) as usize;
             let at = self.now + self.within_span();
             let long = self.rng.percent(35);
-            let millis = if long { self.rng.within(2_600..4_500) } else { self.rng.within(1..2_000) };
+            let millis = if long {
+                self.rng.within(2_600..4_500)
+            } else {
+                self.rng.within(1..2_000)
+            };
             let duration = Duration::from_millis(millis);
             self.queue.push(at, Event::Fault(Fault::Stall { node, duration }));
         }
@@ -89,7 +93,8 @@ impl World {
             let duration = Duration::from_millis(self.rng.within(50..3_500));
             self.queue.push(at, Event::Fault(Fault::Partition { a, b, duration }));
         }
-        self.queue.push(self.now + self.profile.horizon, Event::Check(Check::Quiet));
+        self.queue
+            .push(self.now + self.profile.horizon, Event::Check(Check::Quiet));
     }
 
     pub(crate) fn fault(&mut self, fault: Fault) {
@@ -122,7 +127,8 @@ impl World {
         {
             self.expect_death_reports(node, incarnation);
         }
-        self.queue.push(self.now + duration, Event::Fault(Fault::Continue { node }));
+        self.queue
+            .push(self.now + duration, Event::Fault(Fault::Continue { node }));
     }
 
     fn wake(&mut self, node: NodeIndex) {
@@ -192,12 +198,8 @@ impl World {
             let record = &mut self.ledger[serial];
             if record.node == node && record.life == life && record.is_open() {
                 record.must_end = record.must_end.min(limit);
-                self.queue.push(
-                    limit,
-                    Event::Check(Check::MustHaveEnded {
-                        serial: serial as u32,
-                    }),
-                );
+                self.queue
+                    .push(limit, Event::Check(Check::MustHaveEnded { serial: serial as u32 }));
             }
         }
     }

@@ -73,7 +73,11 @@ impl World {
         let late = self.now > deadline;
         let Some(target) = listening.filter(|_| !late && !self.rng.percent(self.profile.dial_failure_percent)) else {
             let quick = self.now + self.short_delay();
-            let at = if self.rng.percent(70) && !late { quick } else { deadline.max(quick) };
+            let at = if self.rng.percent(70) && !late {
+                quick
+            } else {
+                deadline.max(quick)
+            };
             self.queue.push(at, Event::DialFails { node, life, connection });
             return;
         };
@@ -103,7 +107,8 @@ impl World {
         self.queue.push(back, Event::Dialed { connection: index });
         if self.rng.below(1000) < self.profile.session_break_permille {
             let life = Duration::from_micros(self.rng.within(100..self.profile.session_life_us_max));
-            self.queue.push(self.now + life, Event::ConnectionBreaks { connection: index });
+            self.queue
+                .push(self.now + life, Event::ConnectionBreaks { connection: index });
         }
     }
 
@@ -138,7 +143,10 @@ impl World {
     }
 
     pub(crate) fn send_frame(&mut self, node: NodeIndex, id: ConnectionId, frame: Frame) {
-        let place = self.nodes[node].body.as_ref().and_then(|body| body.connections.get(&id).copied());
+        let place = self.nodes[node]
+            .body
+            .as_ref()
+            .and_then(|body| body.connections.get(&id).copied());
         let Some((index, end)) = place else {
             return;
         };
@@ -206,7 +214,10 @@ impl World {
     fn incarnation_at(&self, index: ConnectionIndex, end: usize) -> Option<Incarnation> {
         let side = &self.connections[index].ends[end];
         let node = &self.nodes[side.node];
-        node.body.as_ref().filter(|_| node.life == side.life).map(|body| body.incarnation)
+        node.body
+            .as_ref()
+            .filter(|_| node.life == side.life)
+            .map(|body| body.incarnation)
     }
 
     fn give_frame(&mut self, node: NodeIndex, id: ConnectionId, from: Option<Incarnation>, frame: Frame) {
@@ -246,13 +257,20 @@ impl World {
         let count = self.connections[index].delivered[end].len() as u64;
         let pick = self.rng.below(count) as usize;
         let frame = self.connections[index].delivered[end][pick].clone();
-        self.coverage.reach(if stale { Point::StaleFrame } else { Point::DuplicateFrame });
+        self.coverage.reach(if stale {
+            Point::StaleFrame
+        } else {
+            Point::DuplicateFrame
+        });
         // It is old news for the oracle.
         self.give_frame(node, id, None, frame);
     }
 
     pub(crate) fn disconnect(&mut self, node: NodeIndex, id: ConnectionId) {
-        let place = self.nodes[node].body.as_mut().and_then(|body| body.connections.remove(&id));
+        let place = self.nodes[node]
+            .body
+            .as_mut()
+            .and_then(|body| body.connections.remove(&id));
         let Some((index, end)) = place else {
             return;
         };
@@ -262,7 +280,10 @@ impl World {
     }
 
     fn hang_up_connection(&mut self, index: ConnectionIndex, end: usize) {
-        let (from, to) = (self.connections[index].ends[end].node, self.connections[index].ends[1 - end].node);
+        let (from, to) = (
+            self.connections[index].ends[end].node,
+            self.connections[index].ends[1 - end].node,
+        );
         let delay = self.network_delay(from, to);
         let now = self.now;
         let last = self.connections[index].pipes[end].finish(now);
@@ -299,7 +320,11 @@ impl World {
         }
         self.coverage.reach(Point::SessionBroken);
         self.trace(|| format!("connection {index} breaks"));
-        let unnoticed = if self.rng.percent(15) { Some(self.rng.below(2) as usize) } else { None };
+        let unnoticed = if self.rng.percent(15) {
+            Some(self.rng.below(2) as usize)
+        } else {
+            None
+        };
         for end in 0..2 {
             let under_way = self.connections[index].pipes[end].len() as u64;
             let survivors = self.rng.below(under_way + 1) as usize;
@@ -309,7 +334,8 @@ impl World {
                 continue;
             }
             let notice = Duration::from_micros(self.rng.within(1..3_000));
-            self.queue.push(self.now + notice, Event::Disconnected { connection: index, end });
+            self.queue
+                .push(self.now + notice, Event::Disconnected { connection: index, end });
         }
     }
 
@@ -366,7 +392,10 @@ impl World {
 
     /// The claim's owner knows of this attempt: bytes of earlier ones no longer count for it.
     fn attempt_told(&mut self, node: NodeIndex, claim: u64, from: Incarnation, attempt: u32) {
-        let serial = self.nodes[node].body.as_ref().and_then(|body| body.claim_numbers.get(&claim).copied());
+        let serial = self.nodes[node]
+            .body
+            .as_ref()
+            .and_then(|body| body.claim_numbers.get(&claim).copied());
         let Some(serial) = serial else {
             return;
         };
@@ -379,7 +408,10 @@ impl World {
 
 fn words_of(frame: &Frame) -> String {
     match frame {
-        Frame::Hello(hello) => format!("Hello from {:?} expecting {:?}, resume {:?}", hello.incarnation, hello.expects, hello.resume),
+        Frame::Hello(hello) => format!(
+            "Hello from {:?} expecting {:?}, resume {:?}",
+            hello.incarnation, hello.expects, hello.resume
+        ),
         Frame::Message {
             sequence,
             acknowledged,

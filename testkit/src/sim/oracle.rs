@@ -105,12 +105,16 @@ impl World {
                 let held = self.workload.requests[request].held_of(claim.set);
                 let restarted = claim.attempts_told.values().any(|attempt| *attempt > 1);
                 if claim.stale_at_open {
-                    let words = format!("{} arrived from an address of a dead incarnation", self.describe(serial));
+                    let words = format!(
+                        "{} arrived from an address of a dead incarnation",
+                        self.describe(serial)
+                    );
                     self.fail("6 no stale peer", words);
                     return;
                 }
                 self.verify_destination(serial);
-                self.coverage.reach(if pull { Point::ClaimPulled } else { Point::ClaimArrived });
+                self.coverage
+                    .reach(if pull { Point::ClaimPulled } else { Point::ClaimArrived });
                 for (reached, point) in [
                     (sources > 1, Point::SeveralSources),
                     (held > 0, Point::HeldPrefix),
@@ -181,9 +185,9 @@ impl World {
             What::Grant { name, .. } | What::ReadGrant { name } => {
                 // Nobody could use it.
                 let name = *name;
-                !self.ledger.iter().any(|record| {
-                    matches!(&record.what, What::Push { grant, .. } | What::Pull { grant } if *grant == name)
-                })
+                !self.ledger.iter().any(
+                    |record| matches!(&record.what, What::Push { grant, .. } | What::Pull { grant } if *grant == name),
+                )
             }
             What::Push { .. } | What::Pull { .. } => false,
         }
@@ -223,9 +227,9 @@ impl World {
         kept.clone_from(&message);
         self.trace(|| format!("#{serial} has arrived"));
         self.coverage.reach(Point::PushArrived);
-        let sent = self.ledger.iter().any(|record| {
-            matches!(&record.what, What::Push { grant, message: sent } if *grant == name && *sent == message)
-        });
+        let sent = self.ledger.iter().any(
+            |record| matches!(&record.what, What::Push { grant, message: sent } if *grant == name && *sent == message),
+        );
         if !sent {
             let words = format!("{} arrives with a message nobody sent it", self.describe(serial));
             self.fail("1 placed", words);
@@ -249,14 +253,23 @@ impl World {
             }
         }
         let Some(owner) = owner else {
-            self.fail("4 one verdict", format!("push #{serial} succeeds on a grant that nobody gave"));
+            self.fail(
+                "4 one verdict",
+                format!("push #{serial} succeeds on a grant that nobody gave"),
+            );
             return;
         };
         if self.ledger[owner].arrived.is_none() {
-            let words = format!("push #{serial} succeeds, and {} has not arrived", self.describe(owner as Serial));
+            let words = format!(
+                "push #{serial} succeeds, and {} has not arrived",
+                self.describe(owner as Serial)
+            );
             self.fail("1 placed", words);
         } else if winners > 1 {
-            self.fail("4 one verdict", format!("{winners} pushes succeed on one grant ({grant})"));
+            self.fail(
+                "4 one verdict",
+                format!("{winners} pushes succeed on one grant ({grant})"),
+            );
         }
     }
 
@@ -267,17 +280,25 @@ impl World {
         let readers = offer.readers;
         for member in members {
             let Verdict::Arrived = member.verdict else { continue };
-            let ended = self.claim_of(member).map(|claim| (claim, self.ledger[claim as usize].succeeded()));
+            let ended = self
+                .claim_of(member)
+                .map(|claim| (claim, self.ledger[claim as usize].succeeded()));
             match ended {
                 Some((_, true)) => {}
                 Some((claim, false)) => {
-                    let words =
-                        format!("{} says that {} has arrived", self.describe(serial), self.describe(claim));
+                    let words = format!(
+                        "{} says that {} has arrived",
+                        self.describe(serial),
+                        self.describe(claim)
+                    );
                     self.fail("4 one verdict", words);
                     return;
                 }
                 None => {
-                    self.fail("4 one verdict", format!("offer #{serial} has a member that nobody opened"));
+                    self.fail(
+                        "4 one verdict",
+                        format!("offer #{serial} has a member that nobody opened"),
+                    );
                     return;
                 }
             }
@@ -364,7 +385,10 @@ impl World {
                 if watched && !reported {
                     self.fail(
                         "8 alive",
-                        format!("node {observer} has not reported the death of node {dead} at {:.6}", seconds(since)),
+                        format!(
+                            "node {observer} has not reported the death of node {dead} at {:.6}",
+                            seconds(since)
+                        ),
                     );
                 }
             }
@@ -384,7 +408,8 @@ impl World {
         if node.stalled || node.last_stall_end > record.opened {
             let until = if node.stalled { self.now } else { node.last_stall_end };
             if self.now < until + slack || node.stalled {
-                self.queue.push(self.now + slack, Event::Check(Check::MustHaveEnded { serial }));
+                self.queue
+                    .push(self.now + slack, Event::Check(Check::MustHaveEnded { serial }));
                 return;
             }
         }
@@ -453,7 +478,10 @@ impl World {
     /// Promises 7 and 10 on the sending side: a lane's window holds, and nobody waits for more than a round.
     pub(crate) fn note_chunk(&mut self, link: LinkIndex, lane: u16, chunk: &Chunk) {
         let load = self.links[link].sender.lane_load(lane);
-        let (bytes_max, chunks_max) = (self.profile.sender.window_bytes_max, self.profile.sender.window_chunks_max);
+        let (bytes_max, chunks_max) = (
+            self.profile.sender.window_bytes_max,
+            self.profile.sender.window_chunks_max,
+        );
         if load.chunks > chunks_max || (load.chunks > 1 && load.bytes > bytes_max.max(u64::from(chunk.header.length))) {
             self.fail(
                 "7 bounded",
@@ -485,7 +513,10 @@ impl World {
             }
         }
         if let Some((other, ahead)) = starved {
-            self.fail("10 fair", format!("transfer {other:?} waits while {id:?} has sent {ahead} chunks"));
+            self.fail(
+                "10 fair",
+                format!("transfer {other:?} waits while {id:?} has sent {ahead} chunks"),
+            );
         }
     }
 
@@ -496,16 +527,17 @@ impl World {
             return false;
         };
         let owned = |stamp: &Stamp| {
-            self.stamps.get(*stamp as usize).is_some_and(|of| {
-                of.serial == serial || (of.serial != 0 && self.accepts(serial, *stamp))
-            })
+            self.stamps
+                .get(*stamp as usize)
+                .is_some_and(|of| of.serial == serial || (of.serial != 0 && self.accepts(serial, *stamp)))
         };
         body.links.values().any(|link| {
-            self.links[*link]
-                .lanes
-                .iter()
-                .flatten()
-                .any(|lane| self.lanes[*lane].pipes.iter().any(|pipe| pipe.iter().any(|item| item.is_payload_of(&owned))))
+            self.links[*link].lanes.iter().flatten().any(|lane| {
+                self.lanes[*lane]
+                    .pipes
+                    .iter()
+                    .any(|pipe| pipe.iter().any(|item| item.is_payload_of(&owned)))
+            })
         })
     }
 }

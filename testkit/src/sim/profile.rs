@@ -127,7 +127,9 @@ impl Profile {
             dial_failure_percent: if_else(network, rng.below(30), 0),
             session_break_permille: if_else(network, rng.within(100..900), 0),
             session_life_us_max: *rng.pick(&[5_000, 200_000, 1_500_000]).unwrap_or(&200_000),
-            repeat_permille: if_else(rng.percent(50), 1, 0).checked_mul(30).map_or((0, 0), |rate| (rate, rate / 2)),
+            repeat_permille: if_else(rng.percent(50), 1, 0)
+                .checked_mul(30)
+                .map_or((0, 0), |rate| (rate, rate / 2)),
             stuck_permyriad: if_else(weather == Weather::Storm && rng.percent(40), 30, 0),
             corrupt_permyriad: if_else(applications && rng.percent(30), 100, 0),
             meddling_percent: if_else(applications, rng.within(10..60), 0),
@@ -229,9 +231,20 @@ impl Model {
             (true, true) => InnerOrder::KV_HND,
         };
         let geometry = if self.latent {
-            Geometry::latent(DType::U8, per_block, self.head_size * 4, Sharding::Replicated { rank, size })
+            Geometry::latent(
+                DType::U8,
+                per_block,
+                self.head_size * 4,
+                Sharding::Replicated { rank, size },
+            )
         } else {
-            Geometry::attention(DType::U8, per_block, self.heads, self.head_size, Sharding::Heads { rank, size })
+            Geometry::attention(
+                DType::U8,
+                per_block,
+                self.heads,
+                self.head_size,
+                Sharding::Heads { rank, size },
+            )
         };
         let group = builder.group("tokens", geometry, blocks);
         for layer in 0..self.layers {
@@ -240,7 +253,11 @@ impl Model {
             if self.latent {
                 builder.plane(PlaneSpec::new(group, name, PlaneKind::Latent).region(region));
             } else if fused {
-                builder.plane(PlaneSpec::new(group, name, PlaneKind::Fused).region(region).order(order));
+                builder.plane(
+                    PlaneSpec::new(group, name, PlaneKind::Fused)
+                        .region(region)
+                        .order(order),
+                );
             } else {
                 for kind in [PlaneKind::Key, PlaneKind::Value] {
                     builder.plane(PlaneSpec::new(group, name.as_str(), kind).region(region).order(order));

@@ -74,7 +74,11 @@ impl World {
         } else {
             Form::Bytes(self.rng.within(1..if large { 900 } else { 60 }))
         };
-        let access = if self.rng.percent(65) { Access::Write } else { Access::Read };
+        let access = if self.rng.percent(65) {
+            Access::Write
+        } else {
+            Access::Read
+        };
         let length = self.rng.below(60) as usize;
         let with_message = access == Access::Write && self.rng.percent(40);
         let meddle = self.profile.meddling_percent;
@@ -97,9 +101,10 @@ impl World {
     /// The pool a node uses for this: its second one now and then, if it has one.
     fn raw_pool(&self, node: NodeIndex, raw: usize) -> usize {
         let second = self.workload.raws[raw].second_pool;
-        let usable = self.nodes[node].body.as_ref().is_some_and(|body| {
-            body.pools.len() > 1 && !body.pools[1].removed
-        });
+        let usable = self.nodes[node]
+            .body
+            .as_ref()
+            .is_some_and(|body| body.pools.len() > 1 && !body.pools[1].removed);
         usize::from(second && usable)
     }
 
@@ -182,7 +187,12 @@ impl World {
         };
         let this = &self.workload.raws[raw];
         let (access, deadline, user, twice) = (this.access, this.deadline, this.user, this.twice);
-        let limit = deadline.unwrap_or(self.profile.machine.hold_max.max(self.profile.machine.unmatched_deadline));
+        let limit = deadline.unwrap_or(
+            self.profile
+                .machine
+                .hold_max
+                .max(self.profile.machine.unmatched_deadline),
+        );
         let nobody = GrantName {
             incarnation: Incarnation::from_bits(0),
             slot: kvxfer_core::SlotId(0),
@@ -352,7 +362,12 @@ impl World {
 
     fn use_refused(&mut self, node: NodeIndex, raw: usize, grant: &Grant, error: &kvxfer_core::Error) {
         self.workload.raws[raw].disturbed = true;
-        let used_before = self.ledger.iter().filter(|record| self.uses(record.node, &record.what, grant.name)).count() > 1;
+        let used_before = self
+            .ledger
+            .iter()
+            .filter(|record| self.uses(record.node, &record.what, grant.name))
+            .count()
+            > 1;
         let gone = self.node_of(grant.name.incarnation).is_none();
         if gone && matches!(error.kind(), ErrorKind::StalePeer) {
             self.coverage.reach(Point::StaleAddress);
@@ -372,7 +387,9 @@ impl World {
         let Some(body) = self.nodes[record.node].body.as_ref() else {
             return 0;
         };
-        target_of(&record.shape).bytes(&body.pools[record.pool].layout).unwrap_or(0)
+        target_of(&record.shape)
+            .bytes(&body.pools[record.pool].layout)
+            .unwrap_or(0)
     }
 
     /// Data threads have told of arrivals: the applications hear of them at once, and may reuse the blocks at once.
@@ -412,7 +429,9 @@ impl World {
             body.pools.push(pool);
         }
         self.coverage.reach(Point::PoolAdded);
-        let added = self.with_machine(node, |machine, now| machine.add_pool(now, id, layout, regions, true, true));
+        let added = self.with_machine(node, |machine, now| {
+            machine.add_pool(now, id, layout, regions, true, true)
+        });
         if let Some(Err(error)) = added {
             self.fail("internal", format!("a second pool is refused: {error}"));
         }
@@ -477,5 +496,10 @@ fn form_is_empty(form: Form) -> bool {
 
 /// Bytes of one block over all planes of the first cache group.
 fn block_bytes(layout: &PoolLayout) -> u64 {
-    layout.planes().iter().filter(|plane| plane.group == 0).map(|plane| plane.block_length).sum()
+    layout
+        .planes()
+        .iter()
+        .filter(|plane| plane.group == 0)
+        .map(|plane| plane.block_length)
+        .sum()
 }

@@ -194,7 +194,11 @@ impl World {
                 None => {
                     let stamp = self.stamp_of_transfer(lane, end);
                     self.coverage.reach(Point::ChunkInvalid);
-                    self.put(lane, end, Item::Bytes(vec![0; left as usize], vec![stamp; left as usize]));
+                    self.put(
+                        lane,
+                        end,
+                        Item::Bytes(vec![0; left as usize], vec![stamp; left as usize]),
+                    );
                     self.end_chunk(
                         lane,
                         end,
@@ -266,7 +270,10 @@ impl World {
         let delay = self.lane_delay(from, to, lane);
         if let Item::Bytes(bytes, stamps) = &mut item
             && self.rng.below(10_000) < self.profile.corrupt_permyriad
-            && self.lanes[lane].ends[end].sending.as_ref().is_some_and(|sending| sending.chunk.header.checksummed)
+            && self.lanes[lane].ends[end]
+                .sending
+                .as_ref()
+                .is_some_and(|sending| sending.chunk.header.checksummed)
         {
             let at = self.rng.below(bytes.len() as u64) as usize;
             bytes[at] ^= 0x40;
@@ -347,7 +354,10 @@ impl World {
     }
 
     fn receive_bytes(&mut self, lane: LaneIndex, end: usize, mut bytes: Vec<u8>, mut stamps: Vec<Stamp>) {
-        let split = self.rng.percent(40).then(|| 1 + self.rng.below(bytes.len() as u64) as usize);
+        let split = self
+            .rng
+            .percent(40)
+            .then(|| 1 + self.rng.below(bytes.len() as u64) as usize);
         let now = self.now;
         let Some(receiving) = self.lanes[lane].ends[end].receiving.as_mut() else {
             return;

@@ -23,16 +23,45 @@ const RETRIES_MAX: u32 = 60;
 /// What an application does at a time.
 #[derive(Debug)]
 pub(crate) enum AppEvent {
-    OpenOffer { request: usize, source: usize, tries: u32 },
-    OfferStep { serial: Serial, step: usize, tries: u32 },
-    OpenClaim { request: usize, set: usize, member: usize },
-    FillClaim { serial: Serial, tries: u32 },
-    EndEarly { serial: Serial, how: Early },
-    Release { serial: Serial },
-    OpenGrant { raw: usize },
-    UseGrant { raw: usize, grant: Box<Grant>, owner: Serial, tries: u32 },
+    OpenOffer {
+        request: usize,
+        source: usize,
+        tries: u32,
+    },
+    OfferStep {
+        serial: Serial,
+        step: usize,
+        tries: u32,
+    },
+    OpenClaim {
+        request: usize,
+        set: usize,
+        member: usize,
+    },
+    FillClaim {
+        serial: Serial,
+        tries: u32,
+    },
+    EndEarly {
+        serial: Serial,
+        how: Early,
+    },
+    Release {
+        serial: Serial,
+    },
+    OpenGrant {
+        raw: usize,
+    },
+    UseGrant {
+        raw: usize,
+        grant: Box<Grant>,
+        owner: Serial,
+        tries: u32,
+    },
     AddPool,
-    RemovePool { tries: u32 },
+    RemovePool {
+        tries: u32,
+    },
     Drain,
 }
 
@@ -166,7 +195,11 @@ impl World {
         let mut sets: Vec<Set> = Vec::new();
         let readers = if all { groups.len() } else { 1 };
         for nodes in groups.into_iter().take(readers) {
-            let held = if self.rng.percent(20) { self.rng.below(u64::from(tokens)) as u32 } else { 0 };
+            let held = if self.rng.percent(20) {
+                self.rng.below(u64::from(tokens)) as u32
+            } else {
+                0
+            };
             sets.push(Set {
                 id: self.rng.next_u128(),
                 nodes,
@@ -203,7 +236,15 @@ impl World {
         let spread = *self.rng.pick(&[200u64, 5_000, 400_000]).unwrap_or(&5_000);
         for source in 0..self.workload.requests[request].addresses.len() {
             let at = at + Duration::from_micros(self.rng.below(spread));
-            self.app_at(at, source, AppEvent::OpenOffer { request, source, tries: 0 });
+            self.app_at(
+                at,
+                source,
+                AppEvent::OpenOffer {
+                    request,
+                    source,
+                    tries: 0,
+                },
+            );
         }
         for set in 0..self.workload.requests[request].sets.len() {
             for member in 0..self.workload.requests[request].sets[set].nodes.len() {
@@ -227,7 +268,12 @@ impl World {
             AppEvent::EndEarly { serial, how } => self.end_early(node, serial, how),
             AppEvent::Release { serial } => self.release_after_use(serial),
             AppEvent::OpenGrant { raw } => self.open_grant(node, raw),
-            AppEvent::UseGrant { raw, grant, owner, tries } => self.use_grant(node, raw, *grant, owner, tries),
+            AppEvent::UseGrant {
+                raw,
+                grant,
+                owner,
+                tries,
+            } => self.use_grant(node, raw, *grant, owner, tries),
             AppEvent::AddPool => self.add_pool(node),
             AppEvent::RemovePool { tries } => self.remove_pool(node, tries),
             AppEvent::Drain => self.drain(node),
@@ -278,7 +324,15 @@ impl World {
                 self.write_script(serial, tokens);
                 self.trace(|| format!("node {node} offers request {request} as #{serial}"));
                 let at = self.now + self.step_delay();
-                self.app_at(at, node, AppEvent::OfferStep { serial, step: 0, tries: 0 });
+                self.app_at(
+                    at,
+                    node,
+                    AppEvent::OfferStep {
+                        serial,
+                        step: 0,
+                        tries: 0,
+                    },
+                );
                 self.meddle(node, serial);
             }
             Some(Err(error)) => {
@@ -286,7 +340,10 @@ impl World {
                 match error.kind() {
                     ErrorKind::DuplicateKey if live => self.coverage.reach(Point::DuplicateKey),
                     ErrorKind::DuplicateKey => {
-                        self.fail("internal", format!("node {node}: {error}, and no live offer has that key"));
+                        self.fail(
+                            "internal",
+                            format!("node {node}: {error}, and no live offer has that key"),
+                        );
                         return;
                     }
                     kind => self.refused(node, kind, &error),
@@ -341,12 +398,19 @@ impl World {
                     };
                     self.rng.shuffle(&mut cuts);
                     for layers in cuts {
-                        steps.push(Step::Ready { tokens: start..end, layers });
+                        steps.push(Step::Ready {
+                            tokens: start..end,
+                            layers,
+                        });
                     }
                 }
                 start = end;
             }
-            steps.push(if last_round { Step::Finish(tokens) } else { Step::Restart });
+            steps.push(if last_round {
+                Step::Finish(tokens)
+            } else {
+                Step::Restart
+            });
         }
         if rounds == 1 && self.rng.percent(40) {
             // Parts in any order, once the blocks are there.
@@ -380,14 +444,25 @@ impl World {
             Step::Append(tokens) => match self.append(node, serial, handle, tokens) {
                 Some(outcome) => outcome,
                 None => {
-                    self.no_blocks(node, serial, AppEvent::OfferStep { serial, step, tries: tries + 1 }, tries);
+                    self.no_blocks(
+                        node,
+                        serial,
+                        AppEvent::OfferStep {
+                            serial,
+                            step,
+                            tries: tries + 1,
+                        },
+                        tries,
+                    );
                     return;
                 }
             },
             Step::Ready { tokens, layers } => {
                 self.write_source(serial, tokens.clone(), layers.clone());
                 let tokens = (tokens.start, tokens.end);
-                self.with_machine(node, |machine, now| machine.ready(now, handle, tokens, (layers.start, layers.end)))
+                self.with_machine(node, |machine, now| {
+                    machine.ready(now, handle, tokens, (layers.start, layers.end))
+                })
             }
             Step::Restart => self.restart_offer(node, serial, handle),
             Step::Finish(tokens) => {
@@ -408,7 +483,16 @@ impl World {
             Some(Err(error)) if error.kind() == ErrorKind::Closed => {}
             Some(Err(error)) if error.kind() == ErrorKind::Busy && self.profile.tight_limits => {
                 self.coverage.reach(Point::Busy);
-                self.no_blocks(node, serial, AppEvent::OfferStep { serial, step, tries: tries + 1 }, tries);
+                self.no_blocks(
+                    node,
+                    serial,
+                    AppEvent::OfferStep {
+                        serial,
+                        step,
+                        tries: tries + 1,
+                    },
+                    tries,
+                );
             }
             Some(Err(error)) => {
                 let who = self.describe(serial);
@@ -462,7 +546,9 @@ impl World {
             offer.attempt += 1;
             self.coverage.reach(Point::Restarted);
             // The engine computes it all again; the blocks of the earlier attempt go to whoever is next.
-            let gates = self.with_machine(node, |machine, _| machine.voided_gates(handle)).unwrap_or_default();
+            let gates = self
+                .with_machine(node, |machine, _| machine.voided_gates(handle))
+                .unwrap_or_default();
             let record = &mut self.ledger[serial as usize];
             record.shape = Shape::Selection(Selection::default());
             let blocks = std::mem::take(&mut record.blocks);
@@ -503,13 +589,15 @@ impl World {
         let Some(pool) = self.pool_id(node, 0) else {
             return;
         };
-        let sources = addresses.iter().filter_map(|address| address.incarnation).collect::<Vec<_>>();
-        let stale = sources.iter().any(|incarnation| {
-            self.node_of(*incarnation).is_none()
-        });
-        let offered = self.ledger.iter().any(|record| {
-            record.is_open() && matches!(&record.what, What::Offer(offer) if offer.request == request)
-        });
+        let sources = addresses
+            .iter()
+            .filter_map(|address| address.incarnation)
+            .collect::<Vec<_>>();
+        let stale = sources.iter().any(|incarnation| self.node_of(*incarnation).is_none());
+        let offered = self
+            .ledger
+            .iter()
+            .any(|record| record.is_open() && matches!(&record.what, What::Offer(offer) if offer.request == request));
         // Known before the call: its first messages leave within it.
         let what = What::Claim(ClaimRecord {
             request,
@@ -522,13 +610,26 @@ impl World {
             filled: false,
             stale_at_open: stale,
         });
-        let limit = deadline.unwrap_or(self.profile.machine.hold_max.max(self.profile.machine.unmatched_deadline));
-        let serial = self.record(node, 0, HandleId(u64::MAX), what, Shape::Selection(Selection::default()), limit);
+        let limit = deadline.unwrap_or(
+            self.profile
+                .machine
+                .hold_max
+                .max(self.profile.machine.unmatched_deadline),
+        );
+        let serial = self.record(
+            node,
+            0,
+            HandleId(u64::MAX),
+            what,
+            Shape::Selection(Selection::default()),
+            limit,
+        );
         let opened = self.with_machine(node, |machine, now| machine.claim(now, &key, pool, &addresses, options));
         match opened {
             Some(Ok(handle)) => {
                 self.name_record(serial, handle);
-                self.coverage.reach(if offered { Point::ClaimLate } else { Point::ClaimEarly });
+                self.coverage
+                    .reach(if offered { Point::ClaimLate } else { Point::ClaimEarly });
                 self.trace(|| format!("node {node} claims request {request} as #{serial}"));
                 let at = self.now + self.step_delay();
                 self.app_at(at, node, AppEvent::FillClaim { serial, tries: 0 });
@@ -560,7 +661,15 @@ impl World {
         let (tokens, set) = (self.workload.requests[request].tokens, claim.set);
         let held = self.workload.requests[request].held_of(set);
         let Some(selection) = self.allocate_selection(node, record.pool, held..tokens, true) else {
-            self.no_blocks(node, serial, AppEvent::FillClaim { serial, tries: tries + 1 }, tries);
+            self.no_blocks(
+                node,
+                serial,
+                AppEvent::FillClaim {
+                    serial,
+                    tries: tries + 1,
+                },
+                tries,
+            );
             return;
         };
         for (group, chosen) in selection.groups.iter().enumerate() {
@@ -615,7 +724,11 @@ impl World {
         let record = &mut self.ledger[serial as usize];
         let handle = record.handle;
         let filled = matches!(&record.what, What::Claim(claim) if claim.filled);
-        let how = if how == Early::Decline && filled { Early::Cancel } else { how };
+        let how = if how == Early::Decline && filled {
+            Early::Cancel
+        } else {
+            how
+        };
         record.ending = true;
         // From now on the end must come within the fence limit.
         let limit = self.now + self.profile.machine.fence_limit + Duration::from_millis(1);
@@ -624,7 +737,11 @@ impl World {
         match how {
             Early::Cancel => {
                 if in_flight {
-                    self.coverage.reach(if source { Point::SourceCancelInFlight } else { Point::CancelInFlight });
+                    self.coverage.reach(if source {
+                        Point::SourceCancelInFlight
+                    } else {
+                        Point::CancelInFlight
+                    });
                 }
                 self.with_machine(node, |machine, now| machine.cancel(now, handle));
             }
@@ -638,7 +755,8 @@ impl World {
         let record = &mut self.ledger[serial as usize];
         if record.ended.is_none() && !record.is_source() {
             record.must_end = record.must_end.min(limit);
-            self.queue.push(limit, Event::Check(super::world::Check::MustHaveEnded { serial }));
+            self.queue
+                .push(limit, Event::Check(super::world::Check::MustHaveEnded { serial }));
         }
     }
 
@@ -732,7 +850,11 @@ impl World {
         let serial = self.ledger.len() as Serial;
         let source = matches!(what, What::Offer(_) | What::Push { .. } | What::ReadGrant { .. });
         // A destination's owner decides alone; a source asks, and waits for an answer or for the peer's death.
-        let asking = if source { self.profile.machine.liveness + Duration::from_millis(1_100) } else { Duration::ZERO };
+        let asking = if source {
+            self.profile.machine.liveness + Duration::from_millis(1_100)
+        } else {
+            Duration::ZERO
+        };
         let must_end = self.now + limit + self.profile.machine.fence_limit + asking + Duration::from_millis(20);
         self.ledger.push(Record {
             node,
@@ -755,7 +877,8 @@ impl World {
         if handle != HandleId(u64::MAX) {
             self.name_record(serial, handle);
         }
-        self.queue.push(must_end, Event::Check(super::world::Check::MustHaveEnded { serial }));
+        self.queue
+            .push(must_end, Event::Check(super::world::Check::MustHaveEnded { serial }));
         serial
     }
 

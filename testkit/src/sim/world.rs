@@ -35,24 +35,82 @@ const TIMERS_AT_ONCE_MAX: u32 = 1_000;
 /// Everything that happens at a time.
 #[derive(Debug)]
 pub(crate) enum Event {
-    Timer { node: NodeIndex, life: Life, at: Time },
-    Reports { node: NodeIndex, life: Life },
-    DialArrives { node: NodeIndex, life: Life, connection: ConnectionId, target: Option<NodeIndex>, deadline: Time },
-    DialFails { node: NodeIndex, life: Life, connection: ConnectionId },
-    Dialed { connection: ConnectionIndex },
-    Accepted { connection: ConnectionIndex },
-    Frames { connection: ConnectionIndex, end: usize },
-    Disconnected { connection: ConnectionIndex, end: usize },
-    Inject { connection: ConnectionIndex, end: usize, stale: bool },
-    ConnectionBreaks { connection: ConnectionIndex },
-    LaneDial { link: LinkIndex, index: u16 },
-    LaneArrive { lane: LaneIndex },
-    LaneAnswer { lane: LaneIndex, accepted: bool },
-    LaneStep { lane: LaneIndex, end: usize, at: Time },
-    LaneCallEnds { lane: LaneIndex, end: usize },
-    LaneBreaks { lane: LaneIndex },
-    LaneBroken { lane: LaneIndex, end: usize, why: Error },
-    App { node: NodeIndex, life: Life, event: AppEvent },
+    Timer {
+        node: NodeIndex,
+        life: Life,
+        at: Time,
+    },
+    Reports {
+        node: NodeIndex,
+        life: Life,
+    },
+    DialArrives {
+        node: NodeIndex,
+        life: Life,
+        connection: ConnectionId,
+        target: Option<NodeIndex>,
+        deadline: Time,
+    },
+    DialFails {
+        node: NodeIndex,
+        life: Life,
+        connection: ConnectionId,
+    },
+    Dialed {
+        connection: ConnectionIndex,
+    },
+    Accepted {
+        connection: ConnectionIndex,
+    },
+    Frames {
+        connection: ConnectionIndex,
+        end: usize,
+    },
+    Disconnected {
+        connection: ConnectionIndex,
+        end: usize,
+    },
+    Inject {
+        connection: ConnectionIndex,
+        end: usize,
+        stale: bool,
+    },
+    ConnectionBreaks {
+        connection: ConnectionIndex,
+    },
+    LaneDial {
+        link: LinkIndex,
+        index: u16,
+    },
+    LaneArrive {
+        lane: LaneIndex,
+    },
+    LaneAnswer {
+        lane: LaneIndex,
+        accepted: bool,
+    },
+    LaneStep {
+        lane: LaneIndex,
+        end: usize,
+        at: Time,
+    },
+    LaneCallEnds {
+        lane: LaneIndex,
+        end: usize,
+    },
+    LaneBreaks {
+        lane: LaneIndex,
+    },
+    LaneBroken {
+        lane: LaneIndex,
+        end: usize,
+        why: Error,
+    },
+    App {
+        node: NodeIndex,
+        life: Life,
+        event: AppEvent,
+    },
     Fault(Fault),
     Check(Check),
 }
@@ -60,19 +118,43 @@ pub(crate) enum Event {
 /// What goes wrong with whole endpoints.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Fault {
-    Stall { node: NodeIndex, duration: Duration },
-    Continue { node: NodeIndex },
-    Crash { node: NodeIndex, told: bool },
-    Restart { node: NodeIndex },
-    Shutdown { node: NodeIndex },
-    Partition { a: NodeIndex, b: NodeIndex, duration: Duration },
+    Stall {
+        node: NodeIndex,
+        duration: Duration,
+    },
+    Continue {
+        node: NodeIndex,
+    },
+    Crash {
+        node: NodeIndex,
+        told: bool,
+    },
+    Restart {
+        node: NodeIndex,
+    },
+    Shutdown {
+        node: NodeIndex,
+    },
+    Partition {
+        a: NodeIndex,
+        b: NodeIndex,
+        duration: Duration,
+    },
 }
 
 /// What an oracle looks at, at a time.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Check {
-    DeathReported { observer: NodeIndex, observer_life: Life, dead: NodeIndex, incarnation: Incarnation, since: Time },
-    MustHaveEnded { serial: Serial },
+    DeathReported {
+        observer: NodeIndex,
+        observer_life: Life,
+        dead: NodeIndex,
+        incarnation: Incarnation,
+        since: Time,
+    },
+    MustHaveEnded {
+        serial: Serial,
+    },
     Quiet,
     Closed,
 }
@@ -319,7 +401,11 @@ impl World {
     }
 
     pub(crate) fn drain_actions(&mut self, node: NodeIndex) {
-        while let Some(action) = self.nodes[node].body.as_mut().and_then(|body| body.machine.poll_action()) {
+        while let Some(action) = self.nodes[node]
+            .body
+            .as_mut()
+            .and_then(|body| body.machine.poll_action())
+        {
             self.act(node, action);
             if self.failed() {
                 return;
@@ -376,7 +462,10 @@ impl World {
             body.timers_now = if last == now { (now, count + 1) } else { (now, 1) };
             if body.timers_now.1 > TIMERS_AT_ONCE_MAX {
                 let waiting = body.machine.next_timer();
-                self.fail("8 alive", format!("node {node}'s timers do not end: next {waiting:?} at {now:?}"));
+                self.fail(
+                    "8 alive",
+                    format!("node {node}'s timers do not end: next {waiting:?} at {now:?}"),
+                );
                 return;
             }
             self.with_machine(node, |machine, now| machine.timer(now));

@@ -172,12 +172,20 @@ impl Machine {
 
     /// A sender asks what became of a grant, and binds it to its session if that is still open.
     pub(super) fn asked(&mut self, now: Time, from: Incarnation, grant: GrantName) {
+        let slot = (grant.slot, grant.generation);
+        let writer = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
         let used = (grant.incarnation == self.incarnation)
-            .then(|| self.slot_uses.get_mut(&(grant.slot, grant.generation)))
-            .flatten()
-            .filter(|used| used.peer.is_none_or(|peer| peer == from));
+            .then(|| self.slot_uses.get_mut(&slot))
+            .flatten();
         let verdict = match used {
             None => Verdict::Unknown,
+            // A grant is used once: what became of it is said to its user only.
+            Some(used) if used.peer.or(writer).is_some_and(|peer| peer != from) => {
+                let error = Error::new(ErrorKind::AlreadyClaimed, format!("grant {grant}"))
+                    .because("another endpoint uses it")
+                    .remedy("ask its owner for a grant of its own");
+                Verdict::Failed(error)
+            }
             Some(SlotUse {
                 verdict: Some(verdict), ..
             }) => verdict.clone(),

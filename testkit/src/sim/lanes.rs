@@ -306,8 +306,12 @@ impl World {
         side.closed = true;
         let was_up = std::mem::replace(&mut side.up, false);
         side.sending = None;
-        side.receiving = None;
         side.closing = None;
+        let (node, received) = (side.node, side.receiving.take());
+        if let (Some(received), Some(body)) = (received, self.nodes[node].body.as_ref()) {
+            received.abandon(&body.slots);
+        }
+        let side = &mut self.lanes[lane].ends[end];
         if !side.acks.is_empty() {
             self.coverage.reach(Point::AckLost);
         }

@@ -63,9 +63,10 @@ impl SlotWatcher for Watcher {
 }
 
 impl World {
-    pub(crate) fn make_raw(&mut self) -> Raw {
+    pub(crate) fn make_raw(&mut self, owner: Option<NodeIndex>) -> Raw {
         let nodes = self.nodes.len() as u64;
-        let owner = self.rng.below(nodes) as usize;
+        let drawn = self.rng.below(nodes) as usize;
+        let owner = owner.unwrap_or(drawn);
         let user = (owner + 1 + self.rng.below(nodes - 1) as usize) % nodes as usize;
         let same = self.profile.rank_of(owner) == self.profile.rank_of(user);
         let large = self.rng.percent(30);
@@ -242,7 +243,6 @@ impl World {
                 let use_it = |grant: Grant| AppEvent::UseGrant {
                     raw,
                     grant: Box::new(grant),
-                    owner: serial,
                     tries: 0,
                 };
                 self.app_at(at, user, use_it(grant.clone()));
@@ -281,18 +281,13 @@ impl World {
         }
     }
 
-    pub(crate) fn use_grant(&mut self, node: NodeIndex, raw: usize, grant: Grant, owner: Serial, tries: u32) {
+    pub(crate) fn use_grant(&mut self, node: NodeIndex, raw: usize, grant: Grant, tries: u32) {
         let pool = self.raw_pool(node, raw);
-        let mut form = self.workload.raws[raw].form;
+        let form = self.workload.raws[raw].form;
         let rank_differs = self.profile.rank_of(node) != self.profile.rank_of(self.workload.raws[raw].owner);
-        if let Form::Tokens(_) = form
-            && rank_differs
-        {
+        if matches!(form, Form::Tokens(_)) && rank_differs {
             // A second user of another rank has no such selection.
-            form = Form::Bytes(self.bytes_of(owner));
-            if form_is_empty(form) {
-                return;
-            }
+            return;
         }
         let Some((shape, blocks)) = self.raw_shape(node, pool, form) else {
             if tries < RETRIES_MAX {
@@ -300,7 +295,6 @@ impl World {
                 let again = AppEvent::UseGrant {
                     raw,
                     grant: Box::new(grant),
-                    owner,
                     tries: tries + 1,
                 };
                 self.app_at(at, node, again);
@@ -380,16 +374,6 @@ impl World {
 
     fn uses(&self, _: NodeIndex, what: &What, name: GrantName) -> bool {
         matches!(what, What::Push { grant, .. } | What::Pull { grant } if *grant == name)
-    }
-
-    fn bytes_of(&self, serial: Serial) -> u64 {
-        let record = &self.ledger[serial as usize];
-        let Some(body) = self.nodes[record.node].body.as_ref() else {
-            return 0;
-        };
-        target_of(&record.shape)
-            .bytes(&body.pools[record.pool].layout)
-            .unwrap_or(0)
     }
 
     /// Data threads have told of arrivals: the applications hear of them at once, and may reuse the blocks at once.
@@ -488,10 +472,6 @@ pub(crate) fn target_of(shape: &Shape) -> Target {
         Shape::Selection(selection) => Target::from(Selection::clone(selection)),
         Shape::Descriptors(pieces) => Target::from(pieces.clone()),
     }
-}
-
-fn form_is_empty(form: Form) -> bool {
-    matches!(form, Form::Bytes(0) | Form::Tokens(0))
 }
 
 /// Bytes of one block over all planes of the first cache group.

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvxfer_core::flow::{
-    Applied, ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, Gate, OwnedGateGuard, Payload, Placement,
+    Applied, ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, Gate, OwnedGateGuard, Payload, Placement, SlotTable,
 };
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::transport::LinkEvent;
@@ -59,6 +59,15 @@ pub(crate) struct Receiving {
     to: To,
     done: u32,
     checksum: u64,
+}
+
+impl Receiving {
+    /// The lane is lost in the middle of it.
+    pub(crate) fn abandon(&self, slots: &SlotTable) {
+        if matches!(self.to, To::Memory { .. }) {
+            slots.abandon(&self.header);
+        }
+    }
 }
 
 enum To {

@@ -55,7 +55,6 @@ pub(crate) enum AppEvent {
     UseGrant {
         raw: usize,
         grant: Box<Grant>,
-        owner: Serial,
         tries: u32,
     },
     AddPool,
@@ -148,7 +147,7 @@ impl World {
         }
         for raw in 0..self.profile.raw_transfers {
             let at = self.now + self.within_span();
-            let made = self.make_raw();
+            let made = self.make_raw(None);
             let node = made.owner;
             self.workload.raws.push(made);
             self.app_at(at, node, AppEvent::OpenGrant { raw });
@@ -271,9 +270,8 @@ impl World {
             AppEvent::UseGrant {
                 raw,
                 grant,
-                owner,
                 tries,
-            } => self.use_grant(node, raw, *grant, owner, tries),
+            } => self.use_grant(node, raw, *grant, tries),
             AppEvent::AddPool => self.add_pool(node),
             AppEvent::RemovePool { tries } => self.remove_pool(node, tries),
             AppEvent::Drain => self.drain(node),
@@ -821,15 +819,11 @@ impl World {
                 self.schedule_request(request, at);
             }
             let raw = self.workload.raws.len();
-            let mut made = self.make_raw();
-            if self.rng.percent(50) {
-                made.owner = node;
-            }
-            if made.owner != made.user {
-                let owner = made.owner;
-                self.workload.raws.push(made);
-                self.app_at(at, owner, AppEvent::OpenGrant { raw });
-            }
+            let own = self.rng.percent(50).then_some(node);
+            let made = self.make_raw(own);
+            let owner = made.owner;
+            self.workload.raws.push(made);
+            self.app_at(at, owner, AppEvent::OpenGrant { raw });
         }
     }
 

@@ -158,10 +158,11 @@ impl Machine {
 
     /// The peer needs no verdict on this slot (any more).
     pub(super) fn slot_acknowledged(&mut self, now: Time, from: Incarnation, slot: SlotKey) {
+        let writer = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
         let Some(used) = self.slot_uses.get_mut(&slot) else {
             return;
         };
-        if used.peer.is_some_and(|peer| peer != from) {
+        if used.peer.or(writer).is_some_and(|peer| peer != from) {
             return;
         }
         used.acknowledged = true;

@@ -155,6 +155,9 @@ impl World {
     fn ended_badly(&mut self, serial: Serial, error: &Error) {
         let arrived = self.ledger[serial as usize].arrived.is_some();
         let what = self.describe(serial);
+        if error.destination() == Destination::Quarantined {
+            return;
+        }
         match error.kind() {
             ErrorKind::Internal | ErrorKind::Protocol | ErrorKind::OutOfBounds | ErrorKind::GeometryMismatch => {
                 self.fail("internal", format!("{what}: {error}"));

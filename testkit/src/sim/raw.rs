@@ -363,6 +363,15 @@ impl World {
             .count()
             > 1;
         let gone = self.node_of(grant.name.incarnation).is_none();
+        let closed = self.node_of(grant.name.incarnation).is_some_and(|owner| {
+            self.nodes[owner]
+                .body
+                .as_ref()
+                .is_some_and(|body| body.pools.iter().any(|pool| pool.id == grant.pool && pool.removed))
+        });
+        if closed && error.kind() == ErrorKind::NotRegistered {
+            return;
+        }
         if gone && matches!(error.kind(), ErrorKind::StalePeer) {
             self.coverage.reach(Point::StaleAddress);
         } else if used_before && error.kind() != ErrorKind::Internal {

@@ -1,5 +1,6 @@
 //! Promise 4 at the end of a run: both sides of each hand-over say the same, or one of them says that it cannot know.
 
+use kvxfer_core::error::Destination;
 use kvxfer_core::machine::{MemberVerdict, Outcome};
 use kvxfer_core::wire::Verdict;
 use kvxfer_core::{ErrorKind, Incarnation};
@@ -33,7 +34,7 @@ impl World {
                     _ => false,
                 },
                 Ok(_) => true,
-                Err(error) => error.kind() == ErrorKind::Unknown,
+                Err(error) => error.kind() == ErrorKind::Unknown || error.destination() == Destination::Quarantined,
             };
             (!agrees).then(|| {
                 format!(

@@ -363,7 +363,7 @@ impl<'a> Build<'a> {
         let group = usize::from(self.side_layout.class(side[0].0).group);
         let chosen = &self.side_selection.groups[group];
         let class = self.wanted.layout.class(plane.class);
-        let shape = Shape::new(&ShapeInput {
+        let mut shape = Shape::new(&ShapeInput {
             destination: class,
             inside: Inside::of(self.wanted.layout, class),
             heads: plane.heads,
@@ -381,6 +381,7 @@ impl<'a> Build<'a> {
                 .because(format!("it has {}", chosen.blocks.len()))
         })?;
         check_range(group, touched)?;
+        shape.note_blocks(touched);
         self.stream.shapes.push(shape);
         self.keys.push(ShapeKey {
             class: plane.class,

@@ -122,13 +122,19 @@ impl Reader {
     /// Reads and places, up to about `budget` bytes or until the socket is dry.
     pub(crate) fn turn(&mut self, lent: &Lent<'_>, budget: usize) -> Result<(), TcpError> {
         let mut moved = 0;
+        self.starved = false;
         loop {
             self.take_ahead(lent)?;
-            if !self.readable || moved >= budget || self.starved || self.scatters.len() >= SCATTERS_MAX {
+            if moved >= budget || !self.wants_turn() {
                 return Ok(());
             }
-            moved += self.receive(lent)?.max(1);
+            moved += self.receive(lent)?;
         }
+    }
+
+    /// Whether a further turn would move anything.
+    pub(crate) fn wants_turn(&self) -> bool {
+        self.readable && !self.starved && self.scatters.len() < SCATTERS_MAX
     }
 
     /// Polls copies into blocks; counts the chunks that they complete.
@@ -160,6 +166,11 @@ impl Reader {
             }
         }
         Ok(())
+    }
+
+    /// Copies into blocks under way.
+    pub(crate) fn copies(&self) -> usize {
+        self.scatters.len()
     }
 
     /// Whether a copy into blocks is under way.
@@ -218,7 +229,6 @@ impl Reader {
 
     /// Takes everything that the look-ahead holds.
     fn take_ahead(&mut self, lent: &Lent<'_>) -> Result<(), TcpError> {
-        self.starved = false;
         loop {
             match &mut self.chunk {
                 None => {
@@ -303,7 +313,7 @@ impl Reader {
                 let Some(_open) = lent.link.open.enter() else {
                     return Ok(false);
                 };
-                match to.gate.enter() {
+                match to.gate.enter_owned() {
                     None => {
                         lent.link.slots.abandon(&chunk.header);
                         chunk.refuse();

@@ -49,6 +49,8 @@ pub(crate) struct Writer {
     pub(crate) gate_fenced: bool,
     /// The sender may have events: a chunk was settled here.
     pub(crate) settled: bool,
+    /// A staged chunk waits for a staging buffer and none is free.
+    pub(crate) starved: bool,
     /// What a submitting thread ran into; the data thread acts on it.
     pub(crate) failed: Option<TcpError>,
     scratch: Scratch,
@@ -126,6 +128,7 @@ impl Writer {
             writable: false,
             gate_fenced: false,
             settled: false,
+            starved: false,
             failed: None,
             scratch: Scratch::default(),
         }
@@ -306,6 +309,7 @@ impl Writer {
 
     /// Moves staged chunks on: starts and polls copies. An error is the memory domain's.
     pub(crate) fn pump_copies(&mut self, link: &LinkCore, now: Time) -> Result<(), TcpError> {
+        self.starved = false;
         let Some(connection) = &self.connection else {
             return Ok(());
         };
@@ -318,7 +322,10 @@ impl Writer {
             let (pumped, fenced) = chunk.pump(&connection.staging);
             self.gate_fenced |= fenced;
             match pumped {
-                Ok(true) => index += 1,
+                Ok(true) => {
+                    self.starved |= chunk.is_waiting();
+                    index += 1;
+                }
                 Ok(false) => {
                     let Some(Item::Chunk(chunk)) = self.queue.remove(index) else { break };
                     self.queued_bytes -= u64::from(chunk.name.length);
@@ -475,6 +482,16 @@ impl OutChunk {
             self.payload,
             OutPayload::Staged {
                 stage: Stage::Copying(_),
+                ..
+            }
+        )
+    }
+
+    fn is_waiting(&self) -> bool {
+        matches!(
+            self.payload,
+            OutPayload::Staged {
+                stage: Stage::Waiting,
                 ..
             }
         )

@@ -3,6 +3,7 @@
 use std::io;
 use std::net::SocketAddr;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::time::Duration;
 
 use kvxfer_core::Time;
 use rustix::event::epoll;
@@ -153,16 +154,39 @@ impl Poller {
     }
 
     /// Waits until something is ready or the time is over (`None`: for ever).
-    pub(crate) fn wait(&self, buffer: &mut Vec<epoll::Event>, timeout: Option<std::time::Duration>) -> io::Result<()> {
+    pub(crate) fn wait(&self, buffer: &mut Vec<epoll::Event>, timeout: Option<Duration>) -> io::Result<()> {
         buffer.clear();
-        let timeout = timeout.map(|timeout| Timespec {
-            tv_sec: timeout.as_secs() as _,
-            tv_nsec: i64::from(timeout.subsec_nanos()),
-        });
-        match epoll::wait(self.epoll.as_fd(), rustix::buffer::spare_capacity(buffer), timeout.as_ref()) {
+        let timeout = match timeout {
+            // epoll_wait counts in milliseconds; pauses between polls of a copy are far shorter.
+            Some(timeout) if !timeout.is_zero() && timeout < Duration::from_millis(1) => {
+                return self.wait_briefly(buffer, timeout);
+            }
+            other => other.map(timespec),
+        };
+        match epoll::wait(
+            self.epoll.as_fd(),
+            rustix::buffer::spare_capacity(buffer),
+            timeout.as_ref(),
+        ) {
             Ok(_) | Err(rustix::io::Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
+    }
+
+    fn wait_briefly(&self, buffer: &mut Vec<epoll::Event>, timeout: Duration) -> io::Result<()> {
+        let mut descriptors = [rustix::event::PollFd::new(&self.epoll, rustix::event::PollFlags::IN)];
+        match rustix::event::poll(&mut descriptors, Some(&timespec(timeout))) {
+            Ok(0) | Err(rustix::io::Errno::INTR) => Ok(()),
+            Ok(_) => self.wait(buffer, Some(Duration::ZERO)),
+            Err(error) => Err(error.into()),
+        }
+    }
+}
+
+fn timespec(duration: Duration) -> Timespec {
+    Timespec {
+        tv_sec: duration.as_secs() as _,
+        tv_nsec: i64::from(duration.subsec_nanos()),
     }
 }
 

@@ -626,7 +626,7 @@ impl Proxy {
     pub fn new(ip: IpAddr) -> Proxy {
         let listener = TcpListener::bind((ip, 0)).unwrap();
         // Small buffers, so that a stalled relay really stalls the sender.
-        rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 8 << 10).unwrap();
+        rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 256 << 10).unwrap();
         Proxy {
             address: listener.local_addr().unwrap(),
             state: Arc::new(ProxyState {
@@ -705,7 +705,7 @@ impl Proxy {
 
 impl ProxyState {
     fn carry(&self, mut from: TcpStream, mut to: TcpStream, counted: bool) {
-        let mut bytes = vec![0; 16 << 10];
+        let mut bytes = vec![0; 64 << 10];
         while let Ok(length) = from.read(&mut bytes) {
             if length == 0 {
                 break;
@@ -750,8 +750,8 @@ impl Drop for Proxy {
 /// Small socket buffers: what is sent is soon held up by who does not read.
 pub fn small_buffers() -> TcpConfig {
     TcpConfig {
-        send_buffer_bytes: 16 << 10,
-        receive_buffer_bytes: 16 << 10,
+        send_buffer_bytes: 128 << 10,
+        receive_buffer_bytes: 256 << 10,
         ..TcpConfig::default()
     }
 }

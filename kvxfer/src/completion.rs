@@ -43,10 +43,12 @@ impl<T: Clone> Completion<T> {
     /// again is right. [`wait_timeout`](Self::wait_timeout) tells the two apart by type.
     pub fn wait(&self, timeout: Duration) -> Result<T> {
         self.wait_timeout(timeout).unwrap_or_else(|| {
-            Err(Error::new(ErrorKind::DeadlineExceeded, format!("a wait of {timeout:?}"))
-                .because("the handle is still open")
-                .remedy("wait again, or cancel the handle and wait for its end before reusing its blocks")
-                .destination_is(Destination::Quarantined))
+            Err(
+                Error::new(ErrorKind::DeadlineExceeded, format!("a wait of {timeout:?}"))
+                    .because("the handle is still open")
+                    .remedy("wait again, or cancel the handle and wait for its end before reusing its blocks")
+                    .destination_is(Destination::Quarantined),
+            )
         })
     }
 

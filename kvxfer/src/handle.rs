@@ -58,7 +58,8 @@ impl Offer {
     /// the end.
     pub fn append(&self, selection: impl std::borrow::Borrow<Selection>) -> Result<()> {
         let selection = selection.borrow();
-        self.core.call(|state, now, id| state.machine.append(now, id, selection))
+        self.core
+            .call(|state, now, id| state.machine.append(now, id, selection))
     }
 
     /// Releases a part for sending: these tokens of these layers (indices in the pool's layer list; `..` is all).

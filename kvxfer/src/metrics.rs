@@ -132,7 +132,12 @@ impl Metrics {
             let opened = of.opened.load(Ordering::Relaxed);
             let _ = writeln!(out, "kvxfer_handles_opened_total{{kind=\"{}\"}} {opened}", kind.name());
         }
-        header(out, "kvxfer_handles_ended_total", "counter", "Handles ended, by outcome.");
+        header(
+            out,
+            "kvxfer_handles_ended_total",
+            "counter",
+            "Handles ended, by outcome.",
+        );
         for (kind, of) in self.by_kind() {
             for (number, count) in of.outcomes.iter().enumerate() {
                 let count = count.load(Ordering::Relaxed);
@@ -149,7 +154,12 @@ impl Metrics {
                 }
             }
         }
-        header(out, "kvxfer_handle_bytes_total", "counter", "Bytes of handles that ended well.");
+        header(
+            out,
+            "kvxfer_handle_bytes_total",
+            "counter",
+            "Bytes of handles that ended well.",
+        );
         for (kind, of) in self.by_kind() {
             let bytes = of.bytes.load(Ordering::Relaxed);
             let _ = writeln!(out, "kvxfer_handle_bytes_total{{kind=\"{}\"}} {bytes}", kind.name());
@@ -157,7 +167,8 @@ impl Metrics {
         let seconds = "kvxfer_handle_duration_seconds";
         header(out, seconds, "histogram", "From opening a handle to its good end.");
         for (kind, of) in self.by_kind() {
-            of.latency.write(out, seconds, &format!("kind=\"{}\"", kind.name()), 1e-6);
+            of.latency
+                .write(out, seconds, &format!("kind=\"{}\"", kind.name()), 1e-6);
         }
         let bytes = "kvxfer_handle_size_bytes";
         header(out, bytes, "histogram", "Bytes of each handle that ended well.");
@@ -168,7 +179,12 @@ impl Metrics {
         header(out, name, "counter", "Turns of the control thread.");
         let _ = writeln!(out, "{name} {}", self.control_wakeups.value());
         let name = "kvxfer_handshakes_refused_total";
-        header(out, name, "counter", "Accepted connections that became neither session nor lane.");
+        header(
+            out,
+            name,
+            "counter",
+            "Accepted connections that became neither session nor lane.",
+        );
         let _ = writeln!(out, "{name} {}", self.handshakes_refused.value());
     }
 
@@ -198,7 +214,11 @@ pub(crate) fn write_counters(out: &mut String, mut counters: Vec<Counter>) {
     for counter in &counters {
         let name = format!("kvxfer_{}", counter.name);
         if counter.name != previous {
-            let kind = if counter.name.ends_with("_total") { "counter" } else { "gauge" };
+            let kind = if counter.name.ends_with("_total") {
+                "counter"
+            } else {
+                "gauge"
+            };
             header(out, &name, kind, "See docs/metrics.md.");
             previous = counter.name;
         }

@@ -32,8 +32,10 @@ impl Transports {
         };
         for name in wanted {
             if transports.list.iter().any(|have| have.name() == name) {
-                return Err(Error::new(ErrorKind::InvalidArgument, format!("transports names {name} twice"))
-                    .remedy("name each once"));
+                return Err(
+                    Error::new(ErrorKind::InvalidArgument, format!("transports names {name} twice"))
+                        .remedy("name each once"),
+                );
             }
             match build_one(name, config, slots) {
                 Ok(transport) => transports.list.push(transport),
@@ -58,7 +60,9 @@ impl Transports {
         self.list
             .iter()
             .find(|transport| transport.name() == name)
-            .ok_or_else(|| Error::new(ErrorKind::Unsupported, format!("transport {name}")).because("it is not open here"))
+            .ok_or_else(|| {
+                Error::new(ErrorKind::Unsupported, format!("transport {name}")).because("it is not open here")
+            })
     }
 
     pub(crate) fn names(&self) -> Vec<&'static str> {

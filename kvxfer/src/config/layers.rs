@@ -247,7 +247,9 @@ fn check(key: &'static Key, value: &Value, source: &str) -> Result<()> {
         Kind::Addresses { min, max } => match items(max) {
             Ok(list) if list.len() < min => refuse("the list is too short"),
             Ok(list) => match list.iter().find(|item| item.parse::<SocketAddr>().is_err()) {
-                Some(item) => refuse(&format!("{item:?} is not an address with a port (127.0.0.1:7700, [::1]:0)")),
+                Some(item) => refuse(&format!(
+                    "{item:?} is not an address with a port (127.0.0.1:7700, [::1]:0)"
+                )),
                 None => Ok(()),
             },
             Err(why) => refuse(why),

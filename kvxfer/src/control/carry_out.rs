@@ -30,16 +30,11 @@ enum Told {
 
 impl After {
     /// Ends a handle. Whoever waits for it in a blocking call goes on at once; the rest follows after the lock.
-    pub(super) fn ended(
-        &mut self,
-        shared: &Shared,
-        id: HandleId,
-        entry: Entry,
-        result: Result<Outcome>,
-        now: Time,
-    ) {
+    pub(super) fn ended(&mut self, shared: &Shared, id: HandleId, entry: Entry, result: Result<Outcome>, now: Time) {
         let error = result.as_ref().err().map(Error::kind);
-        shared.metrics.handle_ended(entry.kind, now.since(entry.opened), &result);
+        shared
+            .metrics
+            .handle_ended(entry.kind, now.since(entry.opened), &result);
         self.progress = true;
         // `None`: a data thread was first.
         if let Some(wakers) = entry.sink.complete(result)

@@ -226,7 +226,7 @@ async fn serve_until_it_ends(
                 };
                 if !frames.is_empty() {
                     frame_deadline = None;
-                    permit = None;
+                    drop(permit.take());
                     shared.frames(connection.id, frames);
                 }
                 if let Some(error) = broken {

@@ -61,7 +61,10 @@ pub(crate) fn bind(config: &Config) -> Result<(Listeners, Vec<SocketAddr>)> {
     if published.is_empty() {
         return Err(Error::new(ErrorKind::InvalidArgument, "no address to publish")
             .at(format!("listen = {:?}", config.listen))
-            .because(format!("no interface of {:?} has one of that family", config.interfaces))
+            .because(format!(
+                "no interface of {:?} has one of that family",
+                config.interfaces
+            ))
             .remedy("listen on a concrete address, or allow an interface that has one"));
     }
     Ok((Listeners(listeners), published))

@@ -288,7 +288,8 @@ impl Shared {
                 Err(error) => tracing::error!(%error, "a listener could not be served"),
             }
         }
-        let timer = match AsyncFd::with_interest(self.timer.clone(), Interest::READABLE) {
+        // SAFETY: the descriptor stays open for as long as any clone of the timer lives, and the registration owns one.
+        let timer = match unsafe { AsyncFd::register_with_interest(self.timer.clone(), Interest::READABLE) } {
             Ok(timer) => timer,
             Err(error) => {
                 tracing::error!(%error, "the control plane has no timer and ends");
@@ -395,16 +396,6 @@ impl State {
     }
 
     fn peer_changed(&mut self, now: Time, peer: Incarnation, change: &PeerChange) {
-        if let PeerChange::Lost(error) = change {
-            tracing::warn!(%peer, %error, "peer lost");
-            // A peer that was never there leaves no trace; one that was is remembered for `explain` until it returns.
-            if let Some(known) = self.peers.get_mut(&peer) {
-                known.state = PeerState::Lost(error.clone());
-                known.since = now;
-            }
-            self.forget_old_peers();
-            return;
-        }
         let known = self.peers.entry(peer).or_insert_with(|| Peer {
             name: String::new(),
             address: None,
@@ -440,7 +431,13 @@ impl State {
                 known.transport.clone_from(transport);
                 known.refused.clone_from(refused);
             }
-            PeerChange::Lost(_) => {}
+            PeerChange::Lost(error) => {
+                tracing::warn!(%peer, %error, "peer lost");
+                // Remembered for `explain` until it returns.
+                known.state = PeerState::Lost(error.clone());
+                known.since = now;
+                self.forget_old_peers();
+            }
         }
     }
 

@@ -3,7 +3,7 @@
 //! Data threads never take the control plane's lock: they leave what they have to say here and go on.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crossbeam::queue::SegQueue;
 use tokio::sync::Notify;
@@ -27,7 +27,6 @@ pub(crate) struct Reports {
     /// Set from the first report until the control thread looks: one wake-up serves all in between.
     waiting: AtomicBool,
     wake: Notify,
-    wakeups: AtomicU64,
 }
 
 impl Reports {
@@ -36,7 +35,6 @@ impl Reports {
             queue: SegQueue::new(),
             waiting: AtomicBool::new(false),
             wake: Notify::new(),
-            wakeups: AtomicU64::new(0),
         })
     }
 
@@ -49,7 +47,6 @@ impl Reports {
     /// Wakes the control thread.
     pub(crate) fn ring(&self) {
         if !self.waiting.swap(true, Ordering::AcqRel) {
-            self.wakeups.fetch_add(1, Ordering::Relaxed);
             self.wake.notify_one();
         }
     }
@@ -70,11 +67,6 @@ impl Reports {
     /// Resolves once the control thread has been woken.
     pub(crate) async fn woken(&self) {
         self.wake.notified().await;
-    }
-
-    /// How often the control thread has been woken by data threads.
-    pub(crate) fn wakeups(&self) -> u64 {
-        self.wakeups.load(Ordering::Relaxed)
     }
 }
 

@@ -164,13 +164,7 @@ impl Endpoint {
     ///
     /// # Errors
     /// `InvalidArgument`, `GeometryMismatch`, `StalePeer` and the like for what does not fit, `Busy` at a limit.
-    pub fn push(
-        &self,
-        pool: &Pool,
-        source: impl IntoTarget,
-        grant: &Grant,
-        options: PushOptions,
-    ) -> Result<Transfer> {
+    pub fn push(&self, pool: &Pool, source: impl IntoTarget, grant: &Grant, options: PushOptions) -> Result<Transfer> {
         access(grant, Access::Write)?;
         let id = pool.inner.id()?;
         let source: Target = source.into_target(&pool.inner.layout);
@@ -251,11 +245,12 @@ impl Endpoint {
             return Ok(());
         }
         let open = self.shared.look(|state| state.handles.len());
-        Err(
-            Error::new(ErrorKind::DeadlineExceeded, format!("draining endpoint {}", self.name()))
-                .because(format!("{open} handles are still open after {timeout:?}"))
-                .remedy("drain again, or close, which ends them"),
+        Err(Error::new(
+            ErrorKind::DeadlineExceeded,
+            format!("draining endpoint {}", self.name()),
         )
+        .because(format!("{open} handles are still open after {timeout:?}"))
+        .remedy("drain again, or close, which ends them"))
     }
 
     /// Ends every handle with `Closed`, tells peers, and stops all threads; waits at most `timeout` for fences. A
@@ -307,7 +302,9 @@ impl Endpoint {
         }
         Err(
             Error::new(ErrorKind::DeadlineExceeded, format!("closing endpoint {}", self.name()))
-                .because(format!("not everything was fenced within {timeout:?}; {left} handles ended quarantined"))
+                .because(format!(
+                    "not everything was fenced within {timeout:?}; {left} handles ended quarantined"
+                ))
                 .remedy("do not reuse the blocks of those handles"),
         )
     }
@@ -365,8 +362,14 @@ fn access(grant: &Grant, wanted: Access) -> Result<()> {
         return Ok(());
     }
     let (what, remedy) = match wanted {
-        Access::Write => ("pushing into a grant to read", "pull from it, or ask its owner for a grant to write"),
-        Access::Read => ("pulling from a grant to write", "push into it, or ask its owner for a grant to read"),
+        Access::Write => (
+            "pushing into a grant to read",
+            "pull from it, or ask its owner for a grant to write",
+        ),
+        Access::Read => (
+            "pulling from a grant to write",
+            "push into it, or ask its owner for a grant to read",
+        ),
     };
     Err(Error::new(ErrorKind::InvalidArgument, what)
         .at(format!("grant {}", grant.name))

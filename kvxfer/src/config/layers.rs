@@ -114,7 +114,7 @@ impl Layers {
                 Value::Table(inner) if KEYS.iter().any(|key| key.path.starts_with(&section)) => {
                     self.add_table(&path, inner, source)?;
                 }
-                _ => return Err(unknown(&path, source, nearest(&path, KEYS.iter().map(|key| key.path)))),
+                _ => return Err(unknown(&path, source, nearest(&path, known_paths()))),
             }
         }
         Ok(())
@@ -138,6 +138,14 @@ impl Layers {
         self.sources.0.insert(key.path, (value, source.to_owned()));
         Ok(())
     }
+}
+
+/// Keys and sections, for suggestions.
+fn known_paths() -> impl Iterator<Item = &'static str> {
+    let sections = KEYS
+        .iter()
+        .filter_map(|key| key.path.rsplit_once('.').map(|(section, _)| section));
+    KEYS.iter().map(|key| key.path).chain(sections)
 }
 
 /// The value at a path.

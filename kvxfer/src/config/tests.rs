@@ -64,7 +64,7 @@ fn lists_are_written_either_way() {
 fn unknown_names_get_the_nearest_known_one() {
     refused(
         Config::from_toml_str("[limit]\nslots_max = 1"),
-        &["unknown setting limit", "text", "limits."],
+        &["unknown setting limit", "text", "did you mean limits?"],
     );
     refused(
         Config::from_toml_str("[tcp]\nlane = 1"),

@@ -89,6 +89,11 @@ impl Pool {
         &self.inner.layout
     }
 
+    /// The memory: one region for each that the layout declares.
+    pub fn regions(&self) -> &[Arc<Region>] {
+        &self.inner.regions
+    }
+
     /// What peers may do with it.
     pub fn role(&self) -> Role {
         self.inner.role

@@ -173,11 +173,10 @@ impl LinkSender {
         if !self.has_work(lane) {
             return None;
         }
-        for class in 0..self.classes.len() {
-            while let Some(id) = self.turn_of(class) {
-                if let Some(chunk) = self.chunk_from(class, id, lane, now) {
-                    return Some(chunk);
-                }
+        // From the start each time: ending one transfer's turn may admit another, of a higher priority.
+        while let Some((class, id)) = self.first_turn() {
+            if let Some(chunk) = self.chunk_from(class, id, lane, now) {
+                return Some(chunk);
             }
         }
         None
@@ -305,6 +304,11 @@ impl LinkSender {
     /// Chunks in doubt: on lost lanes that are not fenced yet.
     pub fn in_doubt(&self) -> usize {
         self.doubts.iter().map(|doubt| doubt.chunks.len()).sum()
+    }
+
+    /// The highest class in which somebody has a turn, and the transfer whose turn it is.
+    fn first_turn(&mut self) -> Option<(usize, TransferId)> {
+        (0..self.classes.len()).find_map(|class| Some((class, self.turn_of(class)?)))
     }
 
     /// The transfer whose turn it is in a class.

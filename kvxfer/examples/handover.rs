@@ -34,7 +34,12 @@ fn main() -> Result<()> {
     let destination = decode.allocate(layout()?, Role::Receive)?;
 
     // The decode side claims the request and says which of its blocks the cache goes to.
-    let claim = decode.claim("request-17", &destination, &[prefill.address()], ClaimOptions::default())?;
+    let claim = decode.claim(
+        "request-17",
+        &destination,
+        &[prefill.address()],
+        ClaimOptions::default(),
+    )?;
     let received: Vec<u32> = (0..TOKENS / TOKENS_PER_BLOCK).map(|n| 63 - n).collect();
     claim.fill(Selection::single(0, TOKENS, received.clone()))?;
 
@@ -65,7 +70,10 @@ fn main() -> Result<()> {
             assert!(bytes.iter().all(|&byte| byte == (*from as u8) ^ (plane as u8)));
         }
     }
-    println!("{} bytes handed over and verified; the source blocks are free: {:?}", arrival.bytes, release.members);
+    println!(
+        "{} bytes handed over and verified; the source blocks are free: {:?}",
+        arrival.bytes, release.members
+    );
     print!("{}", prefill.explain(&decode.address()));
     Ok(())
 }

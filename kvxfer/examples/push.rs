@@ -24,7 +24,10 @@ fn main() -> Result<()> {
     }
 
     // The receiver permits these blocks to be written, once. The grant is bytes: send it as you like.
-    let granted = destination.grant(Selection::whole_blocks(1, (100..132).collect()), GrantOptions::default())?;
+    let granted = destination.grant(
+        Selection::whole_blocks(1, (100..132).collect()),
+        GrantOptions::default(),
+    )?;
     let travels = granted.grant().to_bytes()?;
 
     // The sender writes them.
@@ -44,6 +47,10 @@ fn main() -> Result<()> {
         destination.copy_out(0, 100 + block, 0, &mut bytes)?;
         assert!(bytes.iter().all(|&byte| byte == block as u8 + 1));
     }
-    println!("{} bytes delivered and verified by {:?}", delivery.bytes, transfer.path());
+    println!(
+        "{} bytes delivered and verified by {:?}",
+        delivery.bytes,
+        transfer.path()
+    );
     Ok(())
 }

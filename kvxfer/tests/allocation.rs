@@ -96,7 +96,10 @@ fn nothing_is_allocated_per_descriptor() {
     // 128 blocks in 160 planes are 20,480 descriptors; 16 bytes each would be 320 KiB.
     assert!(large <= small + 8, "{large} allocations against {small}");
     assert!(large <= 64, "{large} allocations");
-    assert!(large_bytes <= small_bytes + 120 * 64, "{large_bytes} bytes against {small_bytes}");
+    assert!(
+        large_bytes <= small_bytes + 120 * 64,
+        "{large_bytes} bytes against {small_bytes}"
+    );
 
     // The same for filling a claim and finishing an offer.
     let hand_over = |key: &str, blocks: u32| {
@@ -107,7 +110,12 @@ fn nothing_is_allocated_per_descriptor() {
         offer.append(scattered(blocks)).unwrap();
         let claim = receiver
             .endpoint
-            .claim(key, &receiver.pool, &[sender.endpoint.address()], ClaimOptions::default())
+            .claim(
+                key,
+                &receiver.pool,
+                &[sender.endpoint.address()],
+                ClaimOptions::default(),
+            )
             .unwrap();
         let selection = scattered(blocks);
         let ((), fill, fill_bytes) = counted(|| claim.fill(selection).unwrap());
@@ -129,5 +137,8 @@ fn nothing_is_allocated_per_descriptor() {
     let (large, large_bytes) = least(128);
     println!("hand-over of 8 blocks: {small} allocations, {small_bytes} bytes; of 128: {large}, {large_bytes}");
     assert!(large <= small + 16, "{large} allocations against {small}");
-    assert!(large_bytes <= small_bytes + 120 * 128, "{large_bytes} bytes against {small_bytes}");
+    assert!(
+        large_bytes <= small_bytes + 120 * 128,
+        "{large_bytes} bytes against {small_bytes}"
+    );
 }

@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use kvxfer::{
-    ClaimOptions, Destination, Endpoint, EndpointAddress, ErrorKind, EventKind, GrantOptions, Incarnation, OfferOptions,
-    PushOptions, RankCoordinates, Role,
+    ClaimOptions, Destination, Endpoint, EndpointAddress, ErrorKind, EventKind, GrantOptions, Incarnation,
+    OfferOptions, PushOptions, RankCoordinates, Role,
 };
 
 #[test]
@@ -92,7 +92,10 @@ fn wrong_settings_are_refused() {
     auto.transports = vec!["auto".into()];
     let endpoint = Endpoint::builder().config(auto).build().unwrap();
     let text = endpoint.explain(&endpoint.address());
-    assert!(text.contains("transports here: tcp") && text.contains("not rdma"), "{text}");
+    assert!(
+        text.contains("transports here: tcp") && text.contains("not rdma"),
+        "{text}"
+    );
 }
 
 #[test]
@@ -245,7 +248,10 @@ fn events_are_told_once_with_the_callers_number() {
         assert!(events.wait(LONG));
         events.drain(&mut told, 1);
     }
-    assert!(told.iter().all(|event| event.data == 4711 && event.handle == claim.id()));
+    assert!(
+        told.iter()
+            .all(|event| event.data == 4711 && event.handle == claim.id())
+    );
     assert_eq!(
         told.iter().map(|event| event.kind).collect::<Vec<_>>(),
         [EventKind::Matched, EventKind::Ended { error: None }]
@@ -294,10 +300,7 @@ fn handles_are_limited_and_come_back() {
 fn pools_come_and_go() {
     let (prefill, decode) = pair();
     prefill.endpoint.connect(&decode.endpoint.address(), LONG).unwrap();
-    let granted = decode
-        .pool
-        .grant(tokens(16, [1]), GrantOptions::default())
-        .unwrap();
+    let granted = decode.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
     assert_eq!(decode.pool.close().unwrap_err().kind(), ErrorKind::Busy);
     assert_eq!(decode.pool.suspend().unwrap_err().kind(), ErrorKind::Busy);
     assert_eq!(
@@ -310,10 +313,7 @@ fn pools_come_and_go() {
     let refused = decode.pool.grant(tokens(16, [1]), GrantOptions::default());
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::NotRegistered);
     decode.pool.resume().unwrap();
-    let granted = decode
-        .pool
-        .grant(tokens(16, [1]), GrantOptions::default())
-        .unwrap();
+    let granted = decode.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
     fill(&prefill.pool, &tokens(16, [4]), "resumed", 0);
     let transfer = prefill
         .endpoint
@@ -332,9 +332,7 @@ fn a_dropped_pool_stays_until_its_last_handle_ends() {
     let (prefill, decode) = pair();
     let destination = decode.endpoint.allocate(layout(), Role::Receive).unwrap();
     let regions = destination.regions().to_vec();
-    let granted = destination
-        .grant(tokens(16, [1]), GrantOptions::default())
-        .unwrap();
+    let granted = destination.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
     drop(destination);
     fill(&prefill.pool, &tokens(16, [4]), "orphan", 0);
     let transfer = prefill
@@ -434,10 +432,7 @@ fn closing_with_work_in_flight_is_bounded_and_ends_everything() {
 fn metrics_count_what_happened() {
     let (prefill, decode) = pair();
     fill(&prefill.pool, &tokens(16, [1]), "counted", 0);
-    let granted = decode
-        .pool
-        .grant(tokens(16, [1]), GrantOptions::default())
-        .unwrap();
+    let granted = decode.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
     let transfer = prefill
         .endpoint
         .push(&prefill.pool, tokens(16, [1]), granted.grant(), PushOptions::default())
@@ -450,8 +445,14 @@ fn metrics_count_what_happened() {
         text.contains("kvxfer_handles_ended_total{kind=\"push\",outcome=\"ok\"} 1"),
         "{text}"
     );
-    assert!(text.contains(&format!("kvxfer_handle_bytes_total{{kind=\"push\"}} {bytes}")), "{text}");
-    assert!(text.contains("kvxfer_handle_duration_seconds_count{kind=\"push\"} 1"), "{text}");
+    assert!(
+        text.contains(&format!("kvxfer_handle_bytes_total{{kind=\"push\"}} {bytes}")),
+        "{text}"
+    );
+    assert!(
+        text.contains("kvxfer_handle_duration_seconds_count{kind=\"push\"} 1"),
+        "{text}"
+    );
     // Every line is a comment, or a name with a value.
     for line in text.lines() {
         assert!(
@@ -463,7 +464,10 @@ fn metrics_count_what_happened() {
     let page = include_str!("../../docs/metrics.md");
     for line in text.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
         let name = line.split(' ').next().unwrap();
-        assert!(page.contains(&format!("`{name}`")), "docs/metrics.md does not define {name}");
+        assert!(
+            page.contains(&format!("`{name}`")),
+            "docs/metrics.md does not define {name}"
+        );
     }
 }
 

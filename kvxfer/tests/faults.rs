@@ -281,7 +281,10 @@ fn a_stopped_receiver_never_lets_the_sender_succeed() {
         }
         peer.process.resume().unwrap();
         push.done().wait(LONG).unwrap();
-        assert!(peer.ask(&format!("wait {name}"), &format!("ended {name}")).starts_with("ok"));
+        assert!(
+            peer.ask(&format!("wait {name}"), &format!("ended {name}"))
+                .starts_with("ok")
+        );
         assert_eq!(peer.ask("unlike 7", "unlike "), "0");
         return;
     }
@@ -306,7 +309,10 @@ fn a_stopped_sender_cannot_write_into_reclaimed_blocks() {
         if granted.arrived().wait(LONG).is_ok() {
             // Everything had arrived before the stop. Again.
             peer.process.resume().unwrap();
-            assert!(peer.ask(&format!("wait {name}"), &format!("ended {name}")).starts_with("ok"));
+            assert!(
+                peer.ask(&format!("wait {name}"), &format!("ended {name}"))
+                    .starts_with("ok")
+            );
             continue;
         }
         // The end was reported: the blocks are ours again, at once.

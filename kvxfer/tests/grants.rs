@@ -7,9 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use common::*;
-use kvxfer::{
-    BlockDescriptor, ErrorKind, Grant, GrantOptions, PoolLayout, PullOptions, PushOptions, Role,
-};
+use kvxfer::{BlockDescriptor, ErrorKind, Grant, GrantOptions, PoolLayout, PullOptions, PushOptions, Role};
 
 #[test]
 fn a_push_places_its_bytes_and_delivers_its_message() {
@@ -46,10 +44,7 @@ fn a_large_message_arrives_whole() {
     let (sender, receiver) = pair();
     let message: Arc<[u8]> = (0..64u32 << 10).map(|n| (n * 7 >> 3) as u8).collect();
     for _ in 0..8 {
-        let granted = receiver
-            .pool
-            .grant(tokens(16, [1]), GrantOptions::default())
-            .unwrap();
+        let granted = receiver.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
         let options = PushOptions {
             message: Some(Arc::clone(&message)),
             ..PushOptions::default()
@@ -59,12 +54,12 @@ fn a_large_message_arrives_whole() {
             .push(&sender.pool, tokens(16, [1]), granted.grant(), options)
             .unwrap();
         transfer.done().wait(LONG).unwrap();
-        assert_eq!(granted.arrived().wait(LONG).unwrap().message.as_deref(), Some(&message[..]));
+        assert_eq!(
+            granted.arrived().wait(LONG).unwrap().message.as_deref(),
+            Some(&message[..])
+        );
     }
-    let granted = receiver
-        .pool
-        .grant(tokens(16, [1]), GrantOptions::default())
-        .unwrap();
+    let granted = receiver.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
     let options = PushOptions {
         message: Some(vec![0; (64 << 10) + 1].into()),
         ..PushOptions::default()
@@ -81,10 +76,15 @@ fn a_pull_reads_what_is_served() {
     let source = tokens(32, [1, 2]);
     let destination = tokens(32, [5, 6]);
     fill(&owner.pool, &source, "served", 0);
-    let served = owner.pool.serve(&source, GrantOptions::default()).unwrap();
+    let served = owner.pool.serve(source.clone(), GrantOptions::default()).unwrap();
     let transfer = reader
         .endpoint
-        .pull(served.grant(), &reader.pool, &destination, PullOptions::default())
+        .pull(
+            served.grant(),
+            &reader.pool,
+            destination.clone(),
+            PullOptions::default(),
+        )
         .unwrap();
     let delivery = transfer.done().wait(LONG).unwrap();
     verify(&reader.pool, &destination, "served", 0);
@@ -92,7 +92,12 @@ fn a_pull_reads_what_is_served() {
     // Once.
     let again = reader
         .endpoint
-        .pull(served.grant(), &reader.pool, &destination, PullOptions::default())
+        .pull(
+            served.grant(),
+            &reader.pool,
+            destination.clone(),
+            PullOptions::default(),
+        )
         .and_then(|again| again.done().wait(LONG));
     assert!(again.is_err());
 }
@@ -100,7 +105,12 @@ fn a_pull_reads_what_is_served() {
 #[test]
 fn explicit_pieces_go_where_they_are_told() {
     let sender = Side::with("sender", config(), PoolLayout::opaque(4096, 16).unwrap(), Role::Serve);
-    let receiver = Side::with("receiver", config(), PoolLayout::opaque(4096, 16).unwrap(), Role::Receive);
+    let receiver = Side::with(
+        "receiver",
+        config(),
+        PoolLayout::opaque(4096, 16).unwrap(),
+        Role::Receive,
+    );
     let piece = |block, offset, length| BlockDescriptor {
         plane: 0,
         block,
@@ -112,7 +122,10 @@ fn explicit_pieces_go_where_they_are_told() {
     let before = snapshot(&receiver.pool);
     let granted = receiver
         .pool
-        .grant(vec![piece(7, 1, 100), piece(2, 4000, 96), piece(9, 0, 104)], GrantOptions::default())
+        .grant(
+            vec![piece(7, 1, 100), piece(2, 4000, 96), piece(9, 0, 104)],
+            GrantOptions::default(),
+        )
         .unwrap();
     let transfer = sender
         .endpoint
@@ -135,10 +148,7 @@ fn explicit_pieces_go_where_they_are_told() {
 #[test]
 fn a_cancelled_grant_takes_nothing() {
     let (sender, receiver) = pair();
-    let granted = receiver
-        .pool
-        .grant(tokens(16, [1]), GrantOptions::default())
-        .unwrap();
+    let granted = receiver.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
     sender.endpoint.connect(&receiver.endpoint.address(), LONG).unwrap();
     let grant = granted.grant().clone();
     granted.cancel();
@@ -157,10 +167,7 @@ fn a_cancelled_grant_takes_nothing() {
 #[test]
 fn a_used_grant_is_not_used_again() {
     let (sender, receiver) = pair();
-    let granted = receiver
-        .pool
-        .grant(tokens(16, [1]), GrantOptions::default())
-        .unwrap();
+    let granted = receiver.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
     let push = |key| {
         fill(&sender.pool, &tokens(16, [1]), key, 0);
         sender
@@ -261,7 +268,9 @@ fn slots_are_limited_and_come_back() {
         transfer.done().wait(LONG).unwrap();
         granted.arrived().wait(LONG).unwrap();
     }
-    eventually("slots come back once their verdicts are acknowledged", || grant(5).is_ok());
+    eventually("slots come back once their verdicts are acknowledged", || {
+        grant(5).is_ok()
+    });
 }
 
 #[test]

@@ -244,14 +244,8 @@ fn one_members_failure_is_in_the_verdict_and_does_not_hold_the_other() {
         members: 2,
         ..ClaimOptions::default()
     };
-    let fails = other
-        .endpoint
-        .claim("set", &other.pool, &sources, member(1))
-        .unwrap();
-    let arrives = decode
-        .endpoint
-        .claim("set", &decode.pool, &sources, member(0))
-        .unwrap();
+    let fails = other.endpoint.claim("set", &other.pool, &sources, member(1)).unwrap();
+    let arrives = decode.endpoint.claim("set", &decode.pool, &sources, member(0)).unwrap();
     arrives.fill(tokens(16, [3])).unwrap();
     arrives.arrived().wait(LONG).unwrap();
     assert!(offer.released().poll().is_none(), "a member has not ended");
@@ -516,10 +510,7 @@ fn deadlines_end_both_sides() {
         .offer("half", &prefill.pool, OfferOptions::default())
         .unwrap();
     offer.append(&source).unwrap();
-    let claim = decode
-        .endpoint
-        .claim("half", &decode.pool, &sources, options)
-        .unwrap();
+    let claim = decode.endpoint.claim("half", &decode.pool, &sources, options).unwrap();
     claim.fill(tokens(32, [1, 2])).unwrap();
     offer.ready(0..16, ..).unwrap();
     let error = claim.arrived().wait(LONG).unwrap_err();
@@ -613,6 +604,8 @@ fn bad_arguments_are_typed_errors() {
     let nobody = decode.endpoint.claim("key", &decode.pool, &[], ClaimOptions::default());
     assert_eq!(kind(nobody.map(drop)), ErrorKind::InvalidArgument);
     let own = [decode.endpoint.address()];
-    let own = decode.endpoint.claim("key", &decode.pool, &own, ClaimOptions::default());
+    let own = decode
+        .endpoint
+        .claim("key", &decode.pool, &own, ClaimOptions::default());
     assert_eq!(kind(own.map(drop)), ErrorKind::InvalidArgument);
 }

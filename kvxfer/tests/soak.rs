@@ -135,9 +135,9 @@ fn ten_thousand_hand_overs_with_faults_leave_nothing() {
         });
         // A block is used again only after its last user has ended.
         while let Some(oldest) = open.front() {
-            let clash = open.iter().any(|other| {
-                other.source == (n + 1) % pairs * 2 || other.destination == ((n + 1) * 7 + 3) % pairs * 2
-            });
+            let clash = open
+                .iter()
+                .any(|other| other.source == (n + 1) % pairs * 2 || other.destination == ((n + 1) * 7 + 3) % pairs * 2);
             if open.len() < OPEN && !clash {
                 break;
             }
@@ -184,9 +184,10 @@ fn ten_thousand_hand_overs_with_faults_leave_nothing() {
     assert!(arrived > HAND_OVERS / 3 && failed > HAND_OVERS / 10);
     for side in prefill.iter().chain(&decode) {
         eventually("everything is given back", || {
-            ["offers", "claims", "grants", "transfers"].iter().all(|kind| {
-                metric(&side.endpoint, &format!("kvxfer_{kind}_open")) == 0.0
-            }) && metric(&side.endpoint, "kvxfer_data_slots_in_use") == 0.0
+            ["offers", "claims", "grants", "transfers"]
+                .iter()
+                .all(|kind| metric(&side.endpoint, &format!("kvxfer_{kind}_open")) == 0.0)
+                && metric(&side.endpoint, "kvxfer_data_slots_in_use") == 0.0
         });
         let pool = side.pool.clone();
         pool.close_wait(LONG).unwrap();

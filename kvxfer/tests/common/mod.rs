@@ -1,5 +1,5 @@
 //! What the integration tests share: small pools, pairs of endpoints, verified bytes.
-#![allow(dead_code, missing_docs, clippy::unwrap_used)]
+#![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
 use std::future::{Future, IntoFuture};
 use std::net::SocketAddr;
@@ -128,13 +128,17 @@ pub fn verify(pool: &Pool, selection: &Selection, key: &str, attempt: u32) {
     let block = selection.groups[0].blocks[0];
     let first = selection.groups[0].first_token % pool.layout().cache_groups()[0].geometry.tokens_per_block;
     // A byte of the first selected token of the first block: NHD and HND both have it at the row's start in head 0.
-    let row = pool.layout().planes()[0].block_length / u64::from(pool.layout().cache_groups()[0].geometry.tokens_per_block);
+    let row =
+        pool.layout().planes()[0].block_length / u64::from(pool.layout().cache_groups()[0].geometry.tokens_per_block);
     if pool.layout().planes()[0].order == InnerOrder::NHD {
         let offset = u32::try_from(u64::from(first) * row).unwrap();
         let mut byte = [0];
         pool.copy_out(0, block, offset, &mut byte).unwrap();
         pool.copy_in(0, block, offset, &[byte[0] ^ 1]).unwrap();
-        assert_eq!(check(pool, selection, key, attempt).unwrap_err().kind(), ErrorKind::Corrupt);
+        assert_eq!(
+            check(pool, selection, key, attempt).unwrap_err().kind(),
+            ErrorKind::Corrupt
+        );
         pool.copy_in(0, block, offset, &byte).unwrap();
     }
 }

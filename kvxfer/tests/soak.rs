@@ -184,10 +184,23 @@ fn ten_thousand_hand_overs_with_faults_leave_nothing() {
     assert!(arrived > HAND_OVERS / 3 && failed > HAND_OVERS / 10);
     for side in prefill.iter().chain(&decode) {
         eventually("everything is given back", || {
-            ["offers", "claims", "grants", "transfers"]
-                .iter()
-                .all(|kind| metric(&side.endpoint, &format!("kvxfer_{kind}_open")) == 0.0)
-                && metric(&side.endpoint, "kvxfer_data_slots_in_use") == 0.0
+            [
+                "offers",
+                "claims",
+                "grants",
+                "transfers",
+                "members",
+                "waiting_claims",
+                "link_transfers",
+                "link_transfers_queued",
+                "slots_in_use",
+                "slots_retained",
+                "slots_quarantined",
+                "sources_quarantined",
+                "messages_unacknowledged",
+            ]
+            .iter()
+            .all(|name| metric(&side.endpoint, &format!("kvxfer_control_{name}")) == 0.0)
         });
         let pool = side.pool.clone();
         pool.close_wait(LONG).unwrap();

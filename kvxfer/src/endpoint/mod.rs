@@ -226,11 +226,7 @@ impl Endpoint {
         let mut text = String::with_capacity(16 << 10);
         let gauges = self.shared.look(|state| state.machine.gauges());
         metrics::write_gauges(&mut text, &gauges);
-        let own = [
-            ("events_waiting", self.shared.events.depth() as u64),
-            ("data_slots_in_use", self.shared.slots.in_use() as u64),
-        ];
-        metrics::write_gauges(&mut text, &own);
+        metrics::write_gauges(&mut text, &[("events_waiting", self.shared.events.depth() as u64)]);
         self.shared.metrics.write(&mut text);
         metrics::write_counters(&mut text, self.shared.transports.counters());
         text

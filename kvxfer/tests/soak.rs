@@ -117,6 +117,7 @@ fn ten_thousand_hand_overs_with_faults_leave_nothing() {
             }
             7 if offer.restart().is_ok() => {
                 attempt = 1;
+                eventually("the first attempt is void", || offer.voided());
                 fill(&prefill[from].pool, &selection, &key, 1);
                 let _ = offer.append(&selection);
             }

@@ -294,7 +294,8 @@ impl Shape {
                 piece[slot(cut_axis)] = piece_end - along;
                 let base = self.place(&sides[number], atom, blocks, position)
                     + (index[slot(Axis::Kv)] - atom.kv.0) * atom.strides[slot(Axis::Kv)]
-                    + (index[slot(Axis::Head)] - atom.heads.0) * atom.strides[slot(Axis::Head)];
+                    + (index[slot(Axis::Head)] - atom.heads.0) * atom.strides[slot(Axis::Head)]
+                    + index[slot(Axis::Dim)] * atom.strides[slot(Axis::Dim)];
                 let nest = Nest::new(self.element, &self.order, cut, &piece, &atom.strides);
                 if !nest.emit(&sides[number], base, inside, sink) {
                     return false;

@@ -156,9 +156,8 @@ impl Check for Scope {
         }
         let heads = self.heads.as_deref().unwrap_or_default();
         at_most("its head ranges", heads.len(), GROUPS_MAX)?;
-        // A group without heads may have an empty range.
         match heads.iter().find(|range| range.start > range.end) {
-            Some(range) => Err(format!("its heads {range} are no range")),
+            Some(range) => Err(format!("its heads {} to {} are no range", range.start, range.end)),
             None => Ok(()),
         }
     }

@@ -14,6 +14,7 @@ pub mod layout;
 pub mod machine;
 #[allow(unsafe_code)]
 pub mod memory;
+pub mod mutants;
 pub mod plan;
 pub mod time;
 pub mod transport;

@@ -145,6 +145,16 @@ pub enum LinkEvent {
         /// Which use.
         generation: crate::id::Generation,
     },
+    /// Bytes arrived for a slot that are not those that were sent: it was closed with
+    /// [`SlotTable::corrupt`](crate::flow::SlotTable::corrupt), and the lane, which the error names, with it.
+    SlotCorrupt {
+        /// The slot.
+        slot: crate::id::SlotId,
+        /// Which use.
+        generation: crate::id::Generation,
+        /// `Corrupt`.
+        error: Error,
+    },
     /// After [`Link::close`]: nothing of this link touches blocks any more.
     Closed,
 }

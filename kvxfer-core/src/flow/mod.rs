@@ -2,7 +2,16 @@
 //!
 //! A transport (and the simulator) does the input and output around these. [`SlotTable`] is the receiving side: one
 //! slot per live grant. [`LinkSender`] is the sending side of one link: transfers, chunks, windows, resumption.
-// SKELETON (owner: flow+wire). Signatures are the contract.
+
+mod extent;
+mod gate;
+mod interval;
+mod lane_window;
+mod sender;
+mod slot;
+mod sync;
+mod table;
+mod transfer;
 
 use std::fmt;
 use std::ops::Range;
@@ -10,12 +19,18 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::id::{Generation, Incarnation, PoolId, SlotId};
 use crate::layout::PoolLayout;
 use crate::memory::{Region, Segment};
 use crate::plan::Target;
 use crate::time::Time;
+
+pub use gate::{Gate, GateGuard, OwnedGateGuard};
+pub use interval::{Coverage, IntervalSet};
+pub use sender::{LaneLoad, LinkSender};
+pub use slot::{PARTS_PER_SLOT_MAX, SlotTarget};
+pub use table::SlotTable;
 
 /// A part of a hand-off: tokens, layers (indices in the grant's scope), and whether state blocks belong to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -53,38 +68,6 @@ pub trait ByteStream: Send + Sync + fmt::Debug {
     fn segments(&self, offset: u64, length: u64, segments_max: usize, out: &mut Vec<Segment>) -> u64;
 }
 
-/// Admission to memory that may be taken back at any moment: a fence that data threads pass around each
-/// non-blocking call. One atomic word: open or closed, and how many are inside.
-#[derive(Debug, Default)]
-pub struct Gate {
-    // owner's
-}
-
-impl Gate {
-    /// An open gate.
-    pub fn new() -> Arc<Gate> {
-        unimplemented!()
-    }
-    /// Enters, if the gate is open. The guard leaves when dropped.
-    pub fn enter(&self) -> Option<GateGuard<'_>> {
-        unimplemented!()
-    }
-    /// Closes. True if nobody is inside (fenced now); otherwise whoever leaves last sees it from `leave`.
-    pub fn close(&self) -> bool {
-        unimplemented!()
-    }
-    /// Whether it is closed and nobody is inside.
-    pub fn fenced(&self) -> bool {
-        unimplemented!()
-    }
-}
-
-/// Being inside a [`Gate`].
-#[derive(Debug)]
-pub struct GateGuard<'a> {
-    _gate: &'a Gate,
-}
-
 /// What a chunk header says (its wire form is in [`crate::wire::lane`]).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ChunkHeader {
@@ -94,7 +77,7 @@ pub struct ChunkHeader {
     pub generation: Generation,
     /// The part's number, chosen by the sender; [`MESSAGE_PART`] for the user message.
     pub part: u32,
-    /// The part's extent.
+    /// The part's extent. Of the user message: `token_end` is its length in bytes, the rest is zero.
     pub extent: PartExtent,
     /// First byte in the part's stream.
     pub offset: u64,
@@ -104,6 +87,19 @@ pub struct ChunkHeader {
     pub has_message: bool,
     /// The trailer carries a payload checksum.
     pub checksummed: bool,
+}
+
+impl ChunkHeader {
+    /// The chunk's name.
+    pub const fn name(&self) -> ChunkName {
+        ChunkName {
+            slot: self.slot,
+            generation: self.generation,
+            part: self.part,
+            offset: self.offset,
+            length: self.length,
+        }
+    }
 }
 
 /// The part number of the user message.
@@ -137,14 +133,13 @@ pub trait SlotWatcher: Send + Sync {
     fn arrived(&self, message: Option<Arc<[u8]>>);
 }
 
-/// The receiving side's slots. Shared by the control plane and all data threads; one lock per slot.
-pub struct SlotTable {
-    // owner's
-}
-
 /// What to do with a chunk whose header has been read.
+#[derive(Debug)]
+#[must_use]
 pub enum Placement {
-    /// Place it: enter `gate` around each read, scatter into the stream from the header's offset on.
+    /// Place it: enter `gate` around each read, scatter into the stream from the header's offset on. Then call exactly
+    /// one of [`SlotTable::applied`] and [`SlotTable::abandon`] (or [`SlotTable::placed`], which chooses): until then
+    /// no other copy of the chunk is let in.
     Place {
         /// The part's stream.
         stream: Arc<dyn ByteStream>,
@@ -155,8 +150,10 @@ pub enum Placement {
     },
     /// The user message: read into a buffer and give it to [`SlotTable::message_applied`].
     Message,
-    /// Already applied, or the slot is closed, ended or of another generation: read into scrap; ack with `refused`.
-    Scrap,
+    /// Read it into scrap and acknowledge it with this: it is applied already (`Applied`, `Arrived`), its slot is
+    /// closed, gone, of another generation or another peer's (`Refused`), or another copy of it is being placed
+    /// (`Missing`: it is sent again if that fails).
+    Scrap(ChunkState),
 }
 
 /// What an applied chunk led to.
@@ -181,54 +178,6 @@ pub enum Close {
     Waiting,
     /// No such slot or generation.
     Gone,
-}
-
-impl SlotTable {
-    /// A table of at most `slots_max` slots; `Busy` beyond.
-    pub fn new(_slots_max: u32) -> Arc<SlotTable> {
-        unimplemented!()
-    }
-    /// Opens a slot with a new generation.
-    pub fn open(&self, _spec: SlotSpec) -> Result<(SlotId, Generation)> {
-        unimplemented!()
-    }
-    /// Checks a chunk header before any byte is placed. `Err(Protocol)` means that the peer broke the protocol
-    /// (out of the stream, overlapping extent, too many parts): the lane must be closed.
-    pub fn begin(&self, _from: Incarnation, _header: &ChunkHeader) -> Result<Placement> {
-        unimplemented!()
-    }
-    /// Counts a chunk whose bytes have all been placed and whose trailer said valid.
-    pub fn applied(&self, _header: &ChunkHeader) -> Applied {
-        unimplemented!()
-    }
-    /// The same for a piece of the user message.
-    pub fn message_applied(&self, _header: &ChunkHeader, _bytes: &[u8]) -> Applied {
-        unimplemented!()
-    }
-    /// Closes the slot, unless it has arrived.
-    pub fn close(&self, _slot: SlotId, _generation: Generation) -> Close {
-        unimplemented!()
-    }
-    /// Whether a closed slot is fenced.
-    pub fn fenced(&self, _slot: SlotId, _generation: Generation) -> bool {
-        unimplemented!()
-    }
-    /// Which of these chunks have been applied, and whether the slot has arrived: the answer to a lane fence.
-    pub fn chunk_states(&self, _chunks: &[ChunkName]) -> Vec<ChunkState> {
-        unimplemented!()
-    }
-    /// Bytes applied so far, whether arrived, and the message.
-    pub fn progress(&self, _slot: SlotId, _generation: Generation) -> Option<SlotProgress> {
-        unimplemented!()
-    }
-    /// Gives the slot back: its next use has a higher generation. Only after its verdict is acknowledged.
-    pub fn release(&self, _slot: SlotId, _generation: Generation) {
-        unimplemented!()
-    }
-    /// Slots in use.
-    pub fn in_use(&self) -> usize {
-        unimplemented!()
-    }
 }
 
 /// How far a slot is.
@@ -322,6 +271,7 @@ pub struct SendPart {
 }
 
 /// A chunk that a lane shall send now.
+#[derive(Debug, Clone)]
 pub struct Chunk {
     /// The transfer.
     pub transfer: TransferId,
@@ -332,6 +282,7 @@ pub struct Chunk {
 }
 
 /// Where a chunk's bytes come from.
+#[derive(Debug, Clone)]
 pub enum Payload {
     /// Segments of a stream, from the header's offset on, read inside the gate.
     Stream {
@@ -353,16 +304,11 @@ pub enum SendEvent {
     Arrived(TransferId),
     /// The receiver's slot is closed, ended or unknown: nothing more is sent; ask for the verdict.
     Refused(TransferId),
-    /// Every chunk of every part given so far has been acknowledged as applied.
+    /// Every chunk of every part given so far has been acknowledged as applied. Reported again after more parts.
     Drained(TransferId),
-    /// After a stop: no byte of the source is read any more and nothing is outstanding on any lane.
+    /// After a stop: no byte of the source is read any more and nothing is outstanding on any lane that is up. The
+    /// transfer is forgotten. (Chunks in doubt on a lost lane do not hold it: their bytes have left the source.)
     Quiet(TransferId),
-}
-
-/// The sending side of one link: deficit round robin over transfers, at most [`CHUNK_BYTES_MAX`] per chunk, a window
-/// per lane (about 2 ms at the measured rate, at least 2 MiB), resumption behind a fence.
-pub struct LinkSender {
-    // owner's
 }
 
 /// Settings of a [`LinkSender`].
@@ -382,58 +328,16 @@ pub struct LinkSenderConfig {
     pub transfers_max: u32,
 }
 
-impl LinkSender {
-    /// A sender without lanes up.
-    pub fn new(_config: LinkSenderConfig) -> Self {
-        unimplemented!()
-    }
-    /// Takes a transfer without parts. `Busy` at the limit.
-    pub fn submit(&mut self, _spec: SendSpec) -> Result<()> {
-        unimplemented!()
-    }
-    /// Adds a part. Unknown transfers are ignored (they have ended).
-    pub fn add_part(&mut self, _id: TransferId, _part: SendPart) {
-        unimplemented!()
-    }
-    /// Stops a transfer (its gate is closed by the caller). `Quiet` follows when nothing is outstanding.
-    pub fn stop(&mut self, _id: TransferId) {
-        unimplemented!()
-    }
-    /// Forgets a transfer that has arrived or been refused.
-    pub fn forget(&mut self, _id: TransferId) {
-        unimplemented!()
-    }
-    /// The next chunk for a lane, if its window is open and something waits. It is outstanding from now on.
-    pub fn next_chunk(&mut self, _lane: u16, _now: Time) -> Option<Chunk> {
-        unimplemented!()
-    }
-    /// An acknowledgement read from a lane.
-    pub fn acknowledged(&mut self, _lane: LaneName, _chunk: ChunkName, _state: ChunkState, _now: Time) {
-        unimplemented!()
-    }
-    /// A lane's connection is up.
-    pub fn lane_up(&mut self, _lane: LaneName) {
-        unimplemented!()
-    }
-    /// A lane's connection is gone: its outstanding chunks, now in doubt until [`lane_fenced`](Self::lane_fenced).
-    pub fn lane_lost(&mut self, _lane: LaneName) -> Vec<ChunkName> {
-        unimplemented!()
-    }
-    /// The receiver has fenced the lane and says what became of the chunks in doubt. What is missing is sent again.
-    pub fn lane_fenced(&mut self, _lane: LaneName, _chunks: &[(ChunkName, ChunkState)], _now: Time) {
-        unimplemented!()
-    }
-    /// The next event.
-    pub fn poll_event(&mut self) -> Option<SendEvent> {
-        unimplemented!()
-    }
-    /// Whether a lane could get a chunk now.
-    pub fn has_work(&self, _lane: u16) -> bool {
-        unimplemented!()
-    }
-    /// Transfers known.
-    pub fn transfers(&self) -> usize {
-        unimplemented!()
+impl Default for LinkSenderConfig {
+    fn default() -> Self {
+        LinkSenderConfig {
+            lanes: 2,
+            window_bytes_min: 2 << 20,
+            window_bytes_max: 64 << 20,
+            window_chunks_max: 256,
+            transfers_active_max: 64,
+            transfers_max: 4096,
+        }
     }
 }
 

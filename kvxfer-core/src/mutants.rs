@@ -1,0 +1,95 @@
+//! Seeded defects: deliberate mistakes in this crate, one of which can be switched on for the current thread when the
+//! crate is built with the feature `mutants`. A test that claims to hold a promise must fail under the mutants that
+//! break it. Without the feature [`is`] is a constant `false` and every hook vanishes.
+
+macro_rules! mutants {
+    ($($(#[$doc:meta])* $name:ident,)*) => {
+        /// A deliberate mistake.
+        #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+        #[non_exhaustive]
+        pub enum Mutant {
+            $($(#[$doc])* $name,)*
+        }
+
+        impl Mutant {
+            /// All of them.
+            pub const ALL: &'static [Mutant] = &[$(Mutant::$name,)*];
+
+            /// Its name, as printed by tests.
+            pub const fn name(self) -> &'static str {
+                match self { $(Mutant::$name => stringify!($name),)* }
+            }
+        }
+    };
+}
+
+mutants! {
+    // ---- data plane
+    /// A gate says that it is fenced while somebody is inside.
+    SkipFence,
+    /// A slot takes chunks of another of its generations.
+    IgnoreGeneration,
+    /// A chunk counts when its header is read, not when its bytes are placed.
+    AckEarly,
+    /// A chunk that is already in place is counted again.
+    CountTwice,
+    /// A slot's generation does not grow when it is given to another grant.
+    ReuseSlotEarly,
+    /// A slot takes chunks from a peer that it is not open for.
+    IgnoreWriter,
+    /// Overlapping parts of a slot are not noticed.
+    LoseOverlapCheck,
+    /// A chunk whose trailer says invalid is counted.
+    AcceptInvalidTrailer,
+    /// Closing a slot that has arrived undoes the arrival.
+    CancelWinsOverArrived,
+    /// Chunks of a lost lane are sent again before the receiver has fenced it.
+    ResendWithoutFence,
+    /// Chunks of a lost lane are taken for applied.
+    DropInDoubt,
+    /// A slot arrives without its user message.
+    ForgetMessage,
+    /// Transfers of a link are served first come, first served.
+    StarveSmall,
+    /// A lane's window never closes.
+    UnboundedWindow,
+    /// A stopped transfer is said to be quiet while chunks of it are being sent.
+    QuietEarly,
+    // ---- control plane
+}
+
+#[cfg(feature = "mutants")]
+mod active {
+    use std::cell::Cell;
+
+    use super::Mutant;
+
+    std::thread_local! {
+        static ACTIVE: Cell<Option<Mutant>> = const { Cell::new(None) };
+    }
+
+    /// Switches one mutant on for this thread, or all off.
+    pub fn set(mutant: Option<Mutant>) {
+        ACTIVE.with(|active| active.set(mutant));
+    }
+
+    /// The mutant that is on in this thread.
+    pub fn get() -> Option<Mutant> {
+        ACTIVE.with(Cell::get)
+    }
+
+    /// Whether this mutant is on in this thread.
+    pub fn is(mutant: Mutant) -> bool {
+        get() == Some(mutant)
+    }
+}
+
+#[cfg(feature = "mutants")]
+pub use active::{get, is, set};
+
+/// Whether this mutant is on: never, in a build without the feature `mutants`.
+#[cfg(not(feature = "mutants"))]
+#[inline(always)]
+pub const fn is(_mutant: Mutant) -> bool {
+    false
+}

@@ -129,6 +129,8 @@ impl Streams {
     /// # Errors
     /// `Transport` with the system's reason.
     pub fn put(&self, ours: &[u64], theirs: &[u64], block: u64) -> Result<()> {
+        // Before anything is sent: a request that stops half-way would leave the stream unusable.
+        check(&self.memory, ours, block)?;
         self.each_stream(ours, theirs, block, |stream, ours, theirs, block| {
             send_header(stream, PUT, theirs, block)?;
             send_pieces(stream, &self.memory, ours, block)?;
@@ -141,6 +143,7 @@ impl Streams {
     /// # Errors
     /// `Transport` with the system's reason.
     pub fn get(&self, ours: &[u64], theirs: &[u64], block: u64) -> Result<()> {
+        check(&self.memory, ours, block)?;
         self.each_stream(ours, theirs, block, |stream, ours, theirs, block| {
             send_header(stream, GET, theirs, block)?;
             receive_pieces(stream, &self.memory, ours, block)

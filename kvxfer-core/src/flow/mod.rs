@@ -106,6 +106,9 @@ impl ChunkHeader {
 pub const MESSAGE_PART: u32 = u32::MAX;
 /// A chunk's bytes, at most: 1 MiB.
 pub const CHUNK_BYTES_MAX: u32 = 1 << 20;
+/// Chunks outstanding on one lane, at most, whatever the configuration says: they are named in one message when the lane
+/// is lost.
+pub const LANE_CHUNKS_MAX: u32 = 4096;
 /// A user message's bytes, at most: 64 KiB.
 pub const MESSAGE_BYTES_MAX: usize = 64 << 10;
 

@@ -7,8 +7,8 @@ use std::fmt;
 use super::lane_window::LaneWindow;
 use super::transfer::Transfer;
 use super::{
-    CHUNK_BYTES_MAX, Chunk, ChunkName, ChunkState, LaneName, LinkSenderConfig, MESSAGE_BYTES_MAX, SendEvent, SendPart,
-    SendSpec, TransferId,
+    CHUNK_BYTES_MAX, Chunk, ChunkName, ChunkState, LANE_CHUNKS_MAX, LaneName, LinkSenderConfig, MESSAGE_BYTES_MAX,
+    SendEvent, SendPart, SendSpec, TransferId,
 };
 use crate::error::{Error, ErrorKind, Result};
 use crate::mutants::{self, Mutant};
@@ -85,7 +85,7 @@ impl LinkSender {
             window: LaneWindow::new(
                 config.window_bytes_min,
                 config.window_bytes_max,
-                config.window_chunks_max,
+                config.window_chunks_max.min(LANE_CHUNKS_MAX),
                 u64::from(CHUNK_BYTES_MAX),
             ),
             outstanding: VecDeque::new(),

@@ -411,6 +411,11 @@ impl Machine {
         unimplemented!()
     }
 
+    /// Sees to it that there is, or soon will be, a session with this peer: `Action::Peer` tells.
+    pub fn connect(&mut self, now: Time, address: &EndpointAddress) -> Result<()> {
+        unimplemented!()
+    }
+
     // -- any handle
     /// Ends a handle with `Cancelled`; `Complete` follows when it is fenced. Unknown or ended handles: no-op.
     pub fn cancel(&mut self, now: Time, handle: HandleId) {

@@ -1,21 +1,37 @@
 //! The wire format: session frames (fixed header, `postcard` body), lane headers, addresses and grants.
 //!
-//! Every length has a cap, every parser is total: any bytes give a value or a typed error, never a panic.
-// SKELETON (owner: flow+wire). Message fields are the contract between wire, machine and simulator.
+//! Every length has a cap, every parser is total: any bytes give a value or a typed error, never a panic. The format is
+//! described byte by byte in `docs/protocol.md`.
 
 use std::net::SocketAddr;
 
 use serde::{Deserialize, Serialize};
 
-use crate::error::{Error, Result};
+use crate::error::Error;
 use crate::flow::{ChunkName, ChunkState, LaneName, PartExtent};
 use crate::id::{GrantName, Incarnation, PoolId};
 use crate::layout::PoolLayout;
 use crate::plan::Target;
 
+mod address;
+mod check;
+mod crc;
+mod frame;
+#[doc(hidden)]
+pub mod fuzzing;
+mod grant;
 pub mod lane;
+pub mod limits;
+
+pub use frame::{FRAME_HEADER_BYTES, PROTOCOL_VERSIONS, body_length, decode, encode, is_session};
+pub use limits::FRAME_BODY_BYTES_MAX;
 
 /// What an engine publishes so that others can find an endpoint. Text and byte forms under 128 bytes.
+///
+/// The text is `kvx1:<incarnation, 32 hex digits>@<socket>[,<socket>][;t<rank>/<size>][;p<rank>/<size>]`, with ranks
+/// left out where they are `0/1`. A bare `host:port` has no incarnation. An address whose text would be longer than
+/// [`limits::ADDRESS_TEXT_MAX`] (two long IPv6 sockets with ranks) is written as `kvx1=<its bytes in base32>`. IPv6
+/// flow labels are not carried.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct EndpointAddress {
     /// Where it listens, best first; at most 2.
@@ -364,24 +380,4 @@ pub enum Frame {
     },
     /// A frame of an unknown kind that its sender flagged optional: skip it.
     Skipped,
-}
-
-/// A session frame's header: bytes.
-pub const FRAME_HEADER_BYTES: usize = 40;
-/// A session frame's body: bytes, at most. A Hello with the largest pools fits; KV bytes never travel here.
-pub const FRAME_BODY_BYTES_MAX: usize = 4 << 20;
-
-/// Encodes a frame, header and body. Errors with `InvalidArgument` if the body is over its cap.
-pub fn encode(_frame: &Frame) -> Result<Vec<u8>> {
-    unimplemented!()
-}
-
-/// Reads a header: how many body bytes follow.
-pub fn body_length(_header: &[u8; FRAME_HEADER_BYTES]) -> Result<usize> {
-    unimplemented!()
-}
-
-/// Decodes a whole frame.
-pub fn decode(_header: &[u8; FRAME_HEADER_BYTES], _body: &[u8]) -> Result<Frame> {
-    unimplemented!()
 }

@@ -1,0 +1,96 @@
+//! What the fuzz targets and the replay of their seed corpus both run: every parser on any bytes. Each panics if a
+//! parser is not total or does not agree with its encoder.
+
+use super::lane::{HEADER_BYTES, HELLO_BYTES, LaneHeader, LaneHello, TRAILER_BYTES, Trailer};
+use super::{EndpointAddress, FRAME_HEADER_BYTES, Grant, decode, encode, frame, grant, lane};
+use crate::layout::PoolLayout;
+
+/// A session frame: as it is, and with a right length and checksum.
+pub fn session_frame(bytes: &[u8]) {
+    let mut mended = bytes.to_vec();
+    frame::mend(&mut mended);
+    for bytes in [bytes, &mended] {
+        let Some((header, body)) = bytes.split_first_chunk::<FRAME_HEADER_BYTES>() else {
+            return;
+        };
+        let length = super::body_length(header);
+        let Ok(frame) = decode(header, body) else {
+            continue;
+        };
+        assert_eq!(length.ok(), Some(body.len()));
+        // A skipped frame cannot be made again; anything else says the same when encoded anew.
+        if let Ok(again) = encode(&frame) {
+            assert_eq!(parse_frame(&again), Some(frame));
+        } else {
+            assert_eq!(frame, super::Frame::Skipped);
+        }
+    }
+}
+
+/// The first bytes of a lane, a header and a trailer: as they are, and with right checksums.
+pub fn lane_bytes(bytes: &[u8]) {
+    if let Some(hello) = bytes.first_chunk::<HELLO_BYTES>() {
+        for hello in both(*hello) {
+            if let Ok(parsed) = LaneHello::decode(&hello) {
+                assert!(LaneHello::is_lane([hello[0], hello[1], hello[2], hello[3]]));
+                assert_eq!(parsed.encode(), hello);
+            }
+        }
+    }
+    if let Some(header) = bytes.first_chunk::<HEADER_BYTES>() {
+        for header in both(*header) {
+            if let Ok(parsed) = LaneHeader::decode(&header) {
+                assert_eq!(parsed.encode(), header);
+            }
+        }
+    }
+    if let Some(trailer) = bytes.first_chunk::<TRAILER_BYTES>()
+        && let Ok(parsed) = Trailer::decode(trailer)
+    {
+        assert_eq!(parsed.encode(), *trailer);
+    }
+}
+
+/// An address, as text (if it is text) and as bytes.
+pub fn address(bytes: &[u8]) {
+    let text = std::str::from_utf8(bytes).ok().and_then(|text| text.parse().ok());
+    let parsed: [Option<EndpointAddress>; 2] = [text, EndpointAddress::from_bytes(bytes).ok()];
+    for address in parsed.into_iter().flatten() {
+        let (text, bytes) = (address.to_string(), address.to_bytes());
+        assert!(text.len() < 128 && bytes.len() < 128);
+        assert_eq!(text.parse::<EndpointAddress>().ok().as_ref(), Some(&address));
+        assert_eq!(EndpointAddress::from_bytes(&bytes).ok(), Some(address));
+    }
+}
+
+/// A grant's bytes: as they are, and with a right length and checksum.
+pub fn grant_bytes(bytes: &[u8]) {
+    let mut mended = bytes.to_vec();
+    grant::mend(&mut mended);
+    for bytes in [bytes, &mended] {
+        if let Ok(grant) = Grant::from_bytes(bytes) {
+            let again = grant.to_bytes().ok();
+            assert_eq!(again.and_then(|again| Grant::from_bytes(&again).ok()), Some(grant));
+        }
+    }
+}
+
+/// A pool layout as it crosses the wire inside Hello.
+pub fn layout(bytes: &[u8]) {
+    if let Ok(layout) = postcard::from_bytes::<PoolLayout>(bytes) {
+        let again = postcard::to_allocvec(&layout).ok();
+        let parsed = again.and_then(|again| postcard::from_bytes::<PoolLayout>(&again).ok());
+        assert_eq!(parsed.as_ref(), Some(&layout));
+    }
+}
+
+fn both<const N: usize>(bytes: [u8; N]) -> [[u8; N]; 2] {
+    let mut mended = bytes;
+    lane::mend(&mut mended);
+    [bytes, mended]
+}
+
+fn parse_frame(bytes: &[u8]) -> Option<super::Frame> {
+    let (header, body) = bytes.split_first_chunk::<FRAME_HEADER_BYTES>()?;
+    decode(header, body).ok()
+}

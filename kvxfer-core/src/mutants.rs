@@ -56,6 +56,34 @@ mutants! {
     /// A stopped transfer is said to be quiet while chunks of it are being sent.
     QuietEarly,
     // ---- control plane
+    /// A handshake with another incarnation than the expected one goes on.
+    AcceptOtherIncarnation,
+    /// A slot is given back before its verdict was acknowledged.
+    ReleaseSlotBeforeAck,
+    /// The end of a claim, grant or pull is reported without waiting for its fence.
+    ReportCancelBeforeFence,
+    /// A pull arrives without asking the source whether its blocks were still what was meant.
+    SkipValidate,
+    /// A message that came before is taken again.
+    ReplayDuplicateMessage,
+    /// Messages without acknowledgement are not repeated after a reconnect.
+    LoseUnacknowledged,
+    /// A sender that cannot know the outcome says that the peer was lost and nothing arrived.
+    SayLostForUnknown,
+    /// A restarted offer's earlier slot stays open and is used further.
+    KeepOldAttempt,
+    /// An offer serves any number of claim sets.
+    IgnoreReaders,
+    /// A sender takes its bytes for arrived when they are acknowledged, without the owner's verdict.
+    SourceDecidesArrival,
+    /// A retracted offer's gate stays open.
+    RetractWithoutGate,
+    /// Silence of a peer is not noticed.
+    NeverLost,
+    /// An offer is released while one of its members is open.
+    ReleaseOfferEarly,
+    /// A handle ends twice.
+    DoubleComplete,
 }
 
 #[cfg(feature = "mutants")]

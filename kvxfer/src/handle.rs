@@ -81,12 +81,19 @@ impl Offer {
             .call(|state, now, id| state.machine.finish(now, id, token_end))
     }
 
-    /// Voids all progress: bytes of earlier attempts never count. Blocks are appended anew.
+    /// Voids all progress: bytes of earlier attempts never count. Blocks are appended anew. Those of earlier attempts
+    /// may be overwritten once [`voided`](Self::voided) says so.
     ///
     /// # Errors
     /// `Closed` after the end.
     pub fn restart(&self) -> Result<()> {
         self.core.call(|state, now, id| state.machine.restart(now, id))
+    }
+
+    /// Whether no block of an earlier attempt is being read any more. Takes a few milliseconds at most.
+    pub fn voided(&self) -> bool {
+        let gates = self.core.shared.look(|state| state.machine.voided_gates(self.core.id));
+        gates.iter().all(|gate| gate.fenced())
     }
 
     /// Takes the blocks back: when this returns, nothing read from them later counts and they may be reused. Waits, at

@@ -43,4 +43,4 @@ pub use endpoint::{Builder, Endpoint, PeerInfo};
 pub use events::{Event, EventKind, Events};
 pub use handle::{Arrival, Claim, Delivery, GrantHandle, Offer, Release, Transfer};
 pub use options::{ClaimOptions, GrantOptions, OfferOptions, PullOptions, PushOptions};
-pub use pool::{IntoTarget, Pool, Role};
+pub use pool::{Pool, Role};

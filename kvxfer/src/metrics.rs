@@ -198,10 +198,10 @@ pub(crate) fn header(out: &mut String, name: &str, kind: &str, help: &str) {
     let _ = writeln!(out, "# HELP {name} {help}\n# TYPE {name} {kind}");
 }
 
-/// The machine's gauges.
+/// Gauges of the control plane.
 pub(crate) fn write_gauges(out: &mut String, gauges: &[(&'static str, u64)]) {
     for (name, value) in gauges {
-        let name = format!("kvxfer_{name}");
+        let name = format!("kvxfer_control_{name}");
         header(out, &name, "gauge", "See docs/metrics.md.");
         let _ = writeln!(out, "{name} {value}");
     }

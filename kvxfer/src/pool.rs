@@ -5,9 +5,9 @@ use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
-use kvxfer_core::layout::{BlockDescriptor, BlockId, PoolLayout, Selection};
+use kvxfer_core::layout::{BlockId, PoolLayout};
 use kvxfer_core::memory::Region;
-use kvxfer_core::plan::{Scope, Target};
+use kvxfer_core::plan::Target;
 use kvxfer_core::wire::Access;
 use kvxfer_core::{Error, ErrorKind, PoolId, Result};
 
@@ -89,6 +89,11 @@ impl Pool {
         &self.inner.layout
     }
 
+    /// The memory: one region for each that the layout declares.
+    pub fn regions(&self) -> &[Arc<Region>] {
+        &self.inner.regions
+    }
+
     /// What peers may do with it.
     pub fn role(&self) -> Role {
         self.inner.role
@@ -118,16 +123,16 @@ impl Pool {
     /// # Errors
     /// `InvalidArgument` and `OutOfBounds` for a target that does not fit the pool; `Busy` without a free slot;
     /// `Unsupported` if the pool's role does not receive.
-    pub fn grant(&self, target: impl IntoTarget, options: GrantOptions) -> Result<GrantHandle> {
-        self.open(Access::Write, target.into_target(&self.inner.layout), &options)
+    pub fn grant(&self, target: impl Into<Target>, options: GrantOptions) -> Result<GrantHandle> {
+        self.open(Access::Write, target.into(), &options)
     }
 
     /// Permits a peer to read exactly these blocks, once. They must hold until the handle has ended.
     ///
     /// # Errors
     /// As [`grant`](Self::grant), for a pool that serves.
-    pub fn serve(&self, target: impl IntoTarget, options: GrantOptions) -> Result<GrantHandle> {
-        self.open(Access::Read, target.into_target(&self.inner.layout), &options)
+    pub fn serve(&self, target: impl Into<Target>, options: GrantOptions) -> Result<GrantHandle> {
+        self.open(Access::Read, target.into(), &options)
     }
 
     /// Takes the pool out of use. Its memory is free after that.
@@ -299,49 +304,6 @@ impl Drop for Inner {
                 }
             });
         }
-    }
-}
-
-/// What can say which blocks are meant: a [`Selection`], a list of [`BlockDescriptor`]s, or a whole [`Target`].
-pub trait IntoTarget {
-    /// The target, in a pool of this layout.
-    fn into_target(self, layout: &PoolLayout) -> Target;
-}
-
-impl IntoTarget for Target {
-    fn into_target(self, _: &PoolLayout) -> Target {
-        self
-    }
-}
-
-impl IntoTarget for Selection {
-    fn into_target(self, layout: &PoolLayout) -> Target {
-        let layers = u16::try_from(layout.layers().len()).unwrap_or(u16::MAX);
-        Target::Selection {
-            selection: self,
-            scope: Scope {
-                layers: (0..layers).collect(),
-                heads: None,
-            },
-        }
-    }
-}
-
-impl IntoTarget for &Selection {
-    fn into_target(self, layout: &PoolLayout) -> Target {
-        self.clone().into_target(layout)
-    }
-}
-
-impl IntoTarget for Vec<BlockDescriptor> {
-    fn into_target(self, _: &PoolLayout) -> Target {
-        Target::Descriptors(self)
-    }
-}
-
-impl IntoTarget for &[BlockDescriptor] {
-    fn into_target(self, _: &PoolLayout) -> Target {
-        Target::Descriptors(self.to_vec())
     }
 }
 

@@ -19,7 +19,7 @@ pub use builder::{LayoutBuilder, PlaneSpec};
 pub use geometry::{Axis, CacheGroup, DType, Geometry, HeadRange, InnerOrder, Plane, PlaneKind, Sharding};
 pub use model::{Arrangement, HeadOrder, LayerRange, Model, ModelGroup, ModelKind, PlaneArrangement};
 pub use selection::{BlockDescriptor, GroupSelection, Selection};
-pub use validate::{GROUPS_MAX, NAME_BYTES_MAX, PLANES_MAX, REGION_BYTES_MAX};
+pub use validate::{GROUPS_MAX, KV_HEADS_MAX, NAME_BYTES_MAX, PLANES_MAX, REGION_BYTES_MAX};
 
 pub(crate) use selection::{check_range, place as group_place};
 pub(crate) use validate::PlaneClass;

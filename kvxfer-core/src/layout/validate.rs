@@ -13,6 +13,8 @@ pub const PLANES_MAX: usize = 16_384;
 pub const GROUPS_MAX: usize = 64;
 /// Bytes of a region, at most (256 TiB), so that no sum over planes overflows.
 pub const REGION_BYTES_MAX: u64 = 1 << 48;
+/// Kv heads of a model, at most.
+pub const KV_HEADS_MAX: u32 = 4_096;
 /// Bytes of a layer id or group name, at most.
 pub const NAME_BYTES_MAX: usize = 128;
 
@@ -133,6 +135,12 @@ fn check_group(index: usize, group: &CacheGroup) -> Result<HeadRange> {
         }
     } else if geometry.head_size == 0 || geometry.value_head_size == 0 {
         return refuse("a head size of 0".into(), "give the elements of one head of one token");
+    }
+    if geometry.kv_heads > KV_HEADS_MAX {
+        return refuse(
+            format!("{} kv heads", geometry.kv_heads),
+            &format!("at most {KV_HEADS_MAX} are supported"),
+        );
     }
     if group.window == Some(0) {
         return refuse(

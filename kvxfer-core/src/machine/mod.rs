@@ -1,324 +1,236 @@
 //! The control plane of one endpoint, sans I/O: sessions, offers, claims, grants, transfers.
 //!
 //! Driven by method calls with the current time; answers with [`Action`]s, which the driver carries out in order
-//! (the runtime in `kvxfer`, the simulator in `kvxfer-testkit`).
-// SKELETON (owner: machine). Public signatures are the contract; internals go in submodules.
+//! (the runtime in `kvxfer`, the simulator in `kvxfer-testkit`). After every call the driver drains
+//! [`Machine::poll_action`] and arms one timer at [`Machine::next_timer`].
+//!
+//! Everything is deterministic: the same calls in the same order give the same actions, bit for bit.
 
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::net::SocketAddr;
 use std::sync::Arc;
-use std::time::Duration;
 
-use crate::error::{Error, Result};
-use crate::flow::{ChunkName, ChunkState, Gate, LaneName, SendPart, SendSpec, SlotTable, SlotWatcher, TransferId};
-use crate::id::{Incarnation, PoolId};
+use crate::error::{Error, ErrorKind, Result};
+use crate::flow::{Gate, SlotTable, SlotWatcher, TransferId};
+use crate::id::{GrantName, Incarnation, PoolId};
 use crate::layout::{BlockId, PoolLayout, Selection};
 use crate::memory::Region;
+use crate::mutants::{self, Mutant};
 use crate::plan::Target;
 use crate::time::Time;
-use crate::transport::{LinkEvent, LinkPeer};
-use crate::wire::{Access, EndpointAddress, Frame, Grant, Verdict};
+use crate::transport::LinkEvent;
+use crate::wire::lane::LaneHello;
+use crate::wire::{Access, EndpointAddress, Frame, Grant, Hello, Message, PoolAdvert};
 
-/// A handle of the application: an offer, a claim, a grant or a transfer.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct HandleId(pub u64);
+mod claim;
+mod config;
+mod fences;
+mod grant;
+mod handshake;
+mod keys;
+mod links;
+mod member;
+mod messages;
+mod offer;
+mod peers;
+mod random;
+mod released;
+mod report;
+mod session;
+mod slots;
+mod timers;
+mod transfer;
+mod types;
 
-/// A session connection (not a lane), numbered by the driver.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub struct ConnectionId(pub u64);
+pub use config::{KEY_BYTES_MAX, MachineConfig, SOURCES_MAX, VERSIONS};
+pub use types::{
+    Action, ClaimOptions, ConnectionId, GrantOptions, HandleId, LinkCommand, MachineSetup, MemberVerdict, Notice,
+    OfferOptions, Outcome, PeerChange, TransferOptions, WaitingOn,
+};
 
-/// Limits and deadlines. Every queue has one.
-#[derive(Debug, Clone)]
-pub struct MachineConfig {
-    /// The endpoint's label.
-    pub name: String,
-    /// Silence after which a peer is lost (default 2.5 s, so that it is reported within 3 s).
-    pub liveness: Duration,
-    /// Time between heartbeats of an idle session (default 500 ms).
-    pub heartbeat: Duration,
-    /// Time a dial and handshake may take (default 1 s), and the longest back-off between dials (default 500 ms).
-    pub connect_timeout: Duration,
-    /// Longest back-off between dials.
-    pub backoff_max: Duration,
-    /// How long an ended slot keeps its verdict without acknowledgement (default 30 s).
-    pub verdict_retention: Duration,
-    /// How long after its deadline a handle's fence may take before it is reported quarantined (default 1 s).
-    pub fence_limit: Duration,
-    /// Default deadline of an offer nobody claims, and of a claim nothing meets (default 120 s).
-    pub unmatched_deadline: Duration,
-    /// Longest life of an offer with an open claim (default 600 s).
-    pub hold_max: Duration,
-    /// How long ended keys are remembered (default 60 s), and how many.
-    pub ended_keys_retention: Duration,
-    /// How many ended keys are remembered.
-    pub ended_keys_max: usize,
-    /// Peers, at most.
-    pub peers_max: usize,
-    /// Offers plus claims plus grants plus transfers open at once, at most.
-    pub handles_max: usize,
-    /// Claims of peers that wait for their offer, at most.
-    pub waiting_claims_max: usize,
-    /// Grants active per peer, at most; the rest queue.
-    pub grants_per_peer_max: usize,
-    /// Messages kept for repetition per session, at most; `Busy` beyond.
-    pub unacknowledged_max: usize,
-    /// Parts of one offer, at most.
-    pub parts_max: u32,
-}
+use claim::Claim;
+use fences::Ending;
+use grant::{Serve, WriteGrant};
+use keys::Keys;
+use links::{LinkState, LinkTransfer};
+use member::RemoteClaim;
+use offer::Offer;
+use peers::{Peer, Resolving};
+use random::Random;
+use slots::{SlotKey, SlotUse};
+use timers::{TimerKey, Timers};
+use transfer::{Pull, Push};
 
-impl Default for MachineConfig {
-    fn default() -> Self {
-        unimplemented!()
-    }
-}
-
-/// What to do next, for the driver.
-pub enum Action {
-    /// Open a session connection; answer with [`Machine::dialed`] or [`Machine::dial_failed`].
-    Dial {
-        /// Number to answer with; the connection has it from now on.
-        connection: ConnectionId,
-        /// Where to, in order of preference.
-        addresses: Vec<SocketAddr>,
-        /// Give up at.
-        deadline: Time,
-    },
-    /// Send a frame on a connection (frames of one connection stay in order).
-    Send {
-        /// Which.
-        connection: ConnectionId,
-        /// What.
-        frame: Frame,
-    },
-    /// Close a connection after what was sent on it is flushed (or 100 ms).
-    Disconnect {
-        /// Which.
-        connection: ConnectionId,
-    },
-    /// Make a link of this transport to a ready peer.
-    ConnectLink {
-        /// The transport both sides chose.
-        transport: String,
-        /// To whom.
-        peer: LinkPeer,
-    },
-    /// Close the link; [`LinkEvent::Closed`] must come back.
-    CloseLink {
-        /// To whom.
-        peer: Incarnation,
-    },
-    /// Tell the link.
-    Link {
-        /// To whom.
-        peer: Incarnation,
-        /// What.
-        command: LinkCommand,
-    },
-    /// A handle has ended: deliver it, once.
-    Complete {
-        /// Which.
-        handle: HandleId,
-        /// How.
-        result: Result<Outcome>,
-    },
-    /// Something short of an end happened to a handle that has events on.
-    Notice {
-        /// Which.
-        handle: HandleId,
-        /// What.
-        notice: Notice,
-    },
-    /// A peer came, was lost, drained: for logs, `explain` and endpoint events.
-    Peer {
-        /// Which.
-        peer: Incarnation,
-        /// What.
-        change: PeerChange,
-    },
-}
-
-/// A command to a link.
-pub enum LinkCommand {
-    /// [`crate::transport::Link::submit`]; if it fails, feed the error to [`Machine::submit_failed`].
-    Submit(SendSpec),
-    /// Add a part.
-    AddPart(TransferId, SendPart),
-    /// Stop.
-    Stop(TransferId),
-    /// Forget.
-    Forget(TransferId),
-    /// Fence a lane as its receiver.
-    FenceLane(LaneName, Vec<ChunkName>),
-    /// The peer fenced a lane.
-    LaneFenced(LaneName, Vec<(ChunkName, ChunkState)>),
-}
-
-/// How a handle ended well.
-#[derive(Debug, Clone)]
-pub enum Outcome {
-    /// A claim: every byte selected is in place.
-    Arrived {
-        /// Bytes placed.
-        bytes: u64,
-    },
-    /// A grant: written (or read) once.
-    Granted {
-        /// Bytes.
-        bytes: u64,
-        /// The user message.
-        message: Option<Arc<[u8]>>,
-    },
-    /// An offer: its blocks may be reused. Each member's verdict (an offer with a failed member still ends here
-    /// if it was released; `Complete` carries an error only if no member arrived).
-    Released {
-        /// One per claim.
-        members: Vec<MemberVerdict>,
-    },
-    /// A push or pull: the bytes are in place.
-    Transferred {
-        /// Bytes.
-        bytes: u64,
-    },
-}
-
-/// How one claim of an offer ended.
-#[derive(Debug, Clone)]
-pub struct MemberVerdict {
-    /// The claimant.
-    pub peer: Incarnation,
-    /// Its set.
-    pub set: u128,
-    /// Its number in the set.
-    pub member: u16,
-    /// How.
-    pub verdict: Verdict,
-}
-
-/// What happens between a handle's beginning and its end.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum Notice {
-    /// The claim met its offer at all sources (or the offer got a claim).
-    Matched,
-    /// A restart voided earlier progress.
-    Restarted,
-}
-
-/// What happened to a peer.
-#[derive(Debug, Clone)]
-pub enum PeerChange {
-    /// A session is ready.
-    Ready {
-        /// Its label.
-        name: String,
-        /// Where it is.
-        address: EndpointAddress,
-        /// The session went on from before.
-        resumed: bool,
-    },
-    /// The connection broke; it is being made anew.
-    Interrupted {
-        /// Why.
-        why: String,
-    },
-    /// Lost: every handle with it has ended or is ending.
-    Lost(Error),
-    /// It takes no new work.
-    Draining,
-    /// No transport both sides have (or it is being tried): why not more.
-    Path {
-        /// The transport taken.
-        transport: Option<String>,
-        /// Why better ones were not.
-        refused: Vec<(String, String)>,
-    },
-}
-
-/// What an open handle waits for, and since when.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct WaitingOn {
-    /// offer, blocks, credit, event, rail, peer, parts, fence, …
-    pub what: String,
-    /// Since.
-    pub since: Time,
-}
-
-/// Options of an offer.
-#[derive(Debug, Clone)]
-pub struct OfferOptions {
-    /// Claim sets served.
-    pub readers: u16,
-    /// Ends with `Unclaimed` if no claim came by then; `DeadlineExceeded` later.
-    pub deadline: Option<Duration>,
-    /// Higher goes first.
-    pub priority: u8,
-    /// Payload checksums.
-    pub checksum: bool,
-}
-
-/// Options of a claim.
-#[derive(Debug, Clone)]
-pub struct ClaimOptions {
-    /// The set of claims this belongs to; drawn by the driver if the application gave none.
-    pub set: u128,
-    /// Its number in the set, and their count.
-    pub member: u16,
-    /// How many endpoints of the set contact each offer.
-    pub members: u16,
-    /// Deadline for the whole.
-    pub deadline: Option<Duration>,
-    /// Pull instead of push.
-    pub pull: bool,
-}
-
-/// Options of a grant.
-#[derive(Debug, Clone, Default)]
-pub struct GrantOptions {
-    /// Deadline.
-    pub deadline: Option<Duration>,
-    /// Only this peer may use it.
-    pub holder: Option<Incarnation>,
-}
-
-/// Options of a push or pull.
-#[derive(Debug, Clone, Default)]
-pub struct TransferOptions {
-    /// Deadline; the grant's own counts too.
-    pub deadline: Option<Duration>,
-    /// User message (push only), delivered with the arrival.
-    pub message: Option<Arc<[u8]>>,
-    /// Higher goes first.
-    pub priority: u8,
-    /// Payload checksums.
-    pub checksum: bool,
-}
-
-/// What an endpoint's control plane is made with.
-pub struct MachineSetup {
-    /// Settings.
-    pub config: MachineConfig,
-    /// Identity.
-    pub incarnation: Incarnation,
-    /// What peers are told; `sockets` are the real ones.
-    pub address: EndpointAddress,
-    /// Transports by name with their adverts, in order of preference.
-    pub transports: Vec<(String, Vec<u8>)>,
-    /// Slots, shared with the transports.
-    pub slots: Arc<SlotTable>,
-    /// Seed for session numbers, tokens and jitter.
-    pub seed: u128,
-}
+/// Connections that this side dials are numbered from here; accepted ones, by the driver, from below.
+const DIALED_FROM: u64 = 1 << 63;
+/// Slot numbers of read grants, which have no slot in the table.
+const READ_SLOTS_FROM: u32 = 1 << 31;
 
 /// The control plane of one endpoint.
 pub struct Machine {
-    // owner's
+    config: MachineConfig,
+    incarnation: Incarnation,
+    address: EndpointAddress,
+    transports: Vec<(String, Vec<u8>)>,
+    slots: Arc<SlotTable>,
+    random: Random,
+    timers: Timers,
+    actions: VecDeque<Action>,
+    draining: bool,
+    shutdown: Option<Time>,
+    shutdown_over: bool,
+
+    pools: BTreeMap<PoolId, Pool>,
+    connections: BTreeMap<ConnectionId, Connection>,
+    next_connection: u64,
+    peers: BTreeMap<Incarnation, Peer>,
+    resolving: BTreeMap<SocketAddr, Resolving>,
+    links: BTreeMap<Incarnation, LinkState>,
+    link_epoch: u64,
+    link_transfers: BTreeMap<TransferId, LinkTransfer>,
+    next_transfer: u64,
+
+    next_handle: u64,
+    offers: BTreeMap<HandleId, Offer>,
+    live_keys: BTreeMap<Vec<u8>, HandleId>,
+    keys: Keys,
+    remote_claims: BTreeMap<(Incarnation, u64), RemoteClaim>,
+    claims: BTreeMap<HandleId, Claim>,
+    /// Claims that found no slot.
+    starved: BTreeSet<HandleId>,
+    /// Slots of ended claims, until the source has noted the end.
+    ended_claims: BTreeMap<(Incarnation, u64), SlotKey>,
+    grants: BTreeMap<HandleId, WriteGrant>,
+    serves: BTreeMap<HandleId, Serve>,
+    serve_names: BTreeMap<GrantName, HandleId>,
+    next_read: u64,
+    pushes: BTreeMap<HandleId, Push>,
+    pulls: BTreeMap<HandleId, Pull>,
+    /// Peers' grants that this side writes into.
+    uses: BTreeMap<GrantName, UseOwner>,
+    slot_uses: BTreeMap<SlotKey, SlotUse>,
+    /// Handles whose end, or next step, waits for a fence.
+    fencing: BTreeSet<HandleId>,
+    fences_changed: bool,
+    sources_quarantined: usize,
+    quarantined_pools: BTreeSet<PoolId>,
 }
 
-#[allow(unused_variables, missing_docs, clippy::too_many_arguments)]
+/// A pool of this endpoint.
+struct Pool {
+    layout: Arc<PoolLayout>,
+    regions: Arc<[Arc<Region>]>,
+    serves: bool,
+    receives: bool,
+}
+
+/// A session connection.
+#[derive(Debug)]
+struct Connection {
+    stage: Stage,
+    purpose: Purpose,
+    /// Where an accepted one came from.
+    from: Option<SocketAddr>,
+    /// Who is at the other end, or should be.
+    peer: Option<Incarnation>,
+    /// The dialer's lane secret.
+    token: u128,
+    /// What the other end said of itself.
+    hello: Option<Box<Hello>>,
+    /// What this end said when it accepted.
+    resumed: bool,
+    began: Time,
+}
+
+/// How far a connection's handshake is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Dialing,
+    /// The other end's hello is awaited.
+    Hello,
+    /// Its word that it is ready is awaited.
+    Ready,
+    /// Accepted while our own was being dialed: kept in case that fails.
+    Parked,
+    Established,
+}
+
+/// Why there is a connection.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Purpose {
+    Peer(Incarnation),
+    Resolve(SocketAddr),
+    Accepted,
+}
+
+/// Who uses a peer's grant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum UseOwner {
+    Push(HandleId),
+    Member(Incarnation, u64),
+}
+
 impl Machine {
+    /// An endpoint's control plane with nothing open.
     pub fn new(setup: MachineSetup) -> Machine {
-        unimplemented!()
+        let config = setup.config;
+        let keys = Keys::new(
+            config.ended_keys_retention,
+            config.ended_keys_max,
+            config.waiting_claims_max,
+        );
+        let mut address = setup.address;
+        address.incarnation = Some(setup.incarnation);
+        Machine {
+            incarnation: setup.incarnation,
+            address,
+            transports: setup.transports,
+            slots: setup.slots,
+            random: Random::new(setup.seed),
+            timers: Timers::default(),
+            actions: VecDeque::new(),
+            draining: false,
+            shutdown: None,
+            shutdown_over: false,
+            pools: BTreeMap::new(),
+            connections: BTreeMap::new(),
+            next_connection: 0,
+            peers: BTreeMap::new(),
+            resolving: BTreeMap::new(),
+            links: BTreeMap::new(),
+            link_epoch: 0,
+            link_transfers: BTreeMap::new(),
+            next_transfer: 1,
+            next_handle: 1,
+            offers: BTreeMap::new(),
+            live_keys: BTreeMap::new(),
+            keys,
+            remote_claims: BTreeMap::new(),
+            claims: BTreeMap::new(),
+            starved: BTreeSet::new(),
+            ended_claims: BTreeMap::new(),
+            grants: BTreeMap::new(),
+            serves: BTreeMap::new(),
+            serve_names: BTreeMap::new(),
+            next_read: 0,
+            pushes: BTreeMap::new(),
+            pulls: BTreeMap::new(),
+            uses: BTreeMap::new(),
+            slot_uses: BTreeMap::new(),
+            fencing: BTreeSet::new(),
+            fences_changed: false,
+            sources_quarantined: 0,
+            quarantined_pools: BTreeSet::new(),
+            config,
+        }
     }
 
-    // -- pools
+    // ------------------------------------------------------------------------------------------------ pools
+
+    /// Registers a pool and tells all peers.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the id was used before, `Closed` after [`shutdown`](Self::shutdown).
     pub fn add_pool(
         &mut self,
         now: Time,
@@ -328,38 +240,118 @@ impl Machine {
         serves: bool,
         receives: bool,
     ) -> Result<()> {
-        unimplemented!()
+        self.check_open("a pool")?;
+        if self.pools.contains_key(&id) {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {id}"))
+                .because("there is one with this id")
+                .remedy("number pools upwards"));
+        }
+        let pool = Pool {
+            layout,
+            regions,
+            serves,
+            receives,
+        };
+        let advert = pool.advert(id);
+        self.pools.insert(id, pool);
+        self.tell_all(now, &Message::PoolAdded(advert));
+        Ok(())
     }
-    /// `Busy` while anything refers to the pool.
+
+    /// Takes a pool back and tells all peers.
+    ///
+    /// # Errors
+    /// `Busy` while anything refers to it (also blocks in quarantine, for ever), `NotRegistered` if it is not there.
     pub fn remove_pool(&mut self, now: Time, id: PoolId) -> Result<()> {
-        unimplemented!()
+        self.pool(id)?;
+        let users = self.users_of(id);
+        if !users.is_empty() {
+            return Err(Error::new(ErrorKind::Busy, format!("pool {id}"))
+                .because(format!("it is used by {}", users.join(", ")))
+                .remedy("end what uses it, or wait for it"));
+        }
+        self.pools.remove(&id);
+        self.tell_all(now, &Message::PoolRemoved(id));
+        Ok(())
     }
 
-    // -- source side
+    // ------------------------------------------------------------------------------------------ source side
+
+    /// Opens an offer under a key. Claims that wait for it are met at once.
+    ///
+    /// # Errors
+    /// `DuplicateKey` while an offer with the key is open, `Busy` at the limit of handles, `InvalidArgument`,
+    /// `NotRegistered`, `Closed`.
     pub fn offer(&mut self, now: Time, key: &[u8], pool: PoolId, options: OfferOptions) -> Result<HandleId> {
-        unimplemented!()
-    }
-    /// Appends blocks: per group, tokens continue where the last append ended.
-    pub fn append(&mut self, now: Time, offer: HandleId, selection: &Selection) -> Result<()> {
-        unimplemented!()
-    }
-    /// Releases `tokens` (from..to) of `layers` (indices in the source pool's layer list) for sending.
-    pub fn ready(&mut self, now: Time, offer: HandleId, tokens: (u32, u32), layers: (u16, u16)) -> Result<()> {
-        unimplemented!()
-    }
-    /// No more blocks: the request has `token_end` tokens. Everything not yet released is, with state blocks.
-    pub fn finish(&mut self, now: Time, offer: HandleId, token_end: u32) -> Result<()> {
-        unimplemented!()
-    }
-    pub fn restart(&mut self, now: Time, offer: HandleId) -> Result<()> {
-        unimplemented!()
-    }
-    /// Closes the offer's gate at once and ends it `Retracted`. The driver waits for the returned gate to be fenced.
-    pub fn retract(&mut self, now: Time, offer: HandleId, blocks: &[BlockId]) -> Result<Arc<Gate>> {
-        unimplemented!()
+        let result = self.begin_offer(now, key, pool, options);
+        self.settle(now);
+        result
     }
 
-    // -- destination side
+    /// Appends blocks: per group, tokens continue where the last append ended.
+    ///
+    /// # Errors
+    /// `InvalidArgument` or `OutOfBounds` for blocks that do not continue the offer, `Closed` if it has ended.
+    pub fn append(&mut self, now: Time, offer: HandleId, selection: &Selection) -> Result<()> {
+        self.append_to_offer(now, offer, selection)
+    }
+
+    /// Releases `tokens` (from..to) of `layers` (indices in the source pool's layer list; an end beyond the last means
+    /// the last) for sending.
+    ///
+    /// # Errors
+    /// `OutOfBounds` for tokens without blocks or layers that do not exist, `InvalidArgument` for tokens that were
+    /// released before, `Busy` for too many parts, `Closed` if the offer has ended.
+    pub fn ready(&mut self, now: Time, offer: HandleId, tokens: (u32, u32), layers: (u16, u16)) -> Result<()> {
+        let result = self.release_part(now, offer, tokens, layers);
+        self.settle(now);
+        result
+    }
+
+    /// No more blocks: the request has `token_end` tokens. Everything not yet released is, with state blocks.
+    ///
+    /// # Errors
+    /// `OutOfBounds` for more tokens than were appended, `InvalidArgument` if it was finished, `Closed`.
+    pub fn finish(&mut self, now: Time, offer: HandleId, token_end: u32) -> Result<()> {
+        let result = self.finish_offer_input(now, offer, token_end);
+        self.settle(now);
+        result
+    }
+
+    /// Voids all progress: blocks, parts and `finish` are forgotten and given anew. Bytes of earlier attempts never
+    /// count, except at members that had arrived before they heard of it. Blocks of the earlier attempt may be
+    /// overwritten once [`voided_gates`](Self::voided_gates) are fenced.
+    ///
+    /// # Errors
+    /// `Closed` if the offer has ended.
+    pub fn restart(&mut self, now: Time, offer: HandleId) -> Result<()> {
+        let result = self.restart_offer(now, offer);
+        self.settle(now);
+        result
+    }
+
+    /// The gates of an offer's earlier attempts that were not fenced when it was last restarted.
+    pub fn voided_gates(&self, offer: HandleId) -> Vec<Arc<Gate>> {
+        self.gates_of_earlier_attempts(offer)
+    }
+
+    /// Closes the offer's gate at once and ends it `Retracted`. The driver waits for the returned gate to be fenced:
+    /// from then on nothing read from its blocks counts.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for blocks that are not the offer's, `Closed` if it has ended.
+    pub fn retract(&mut self, now: Time, offer: HandleId, blocks: &[BlockId]) -> Result<Arc<Gate>> {
+        let result = self.retract_offer(now, offer, blocks);
+        self.settle(now);
+        result
+    }
+
+    // ------------------------------------------------------------------------------------- destination side
+
+    /// Opens a claim that names all source ranks.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `NotRegistered`, `Busy` at a limit, `Closed`.
     pub fn claim(
         &mut self,
         now: Time,
@@ -368,17 +360,38 @@ impl Machine {
         sources: &[EndpointAddress],
         options: ClaimOptions,
     ) -> Result<HandleId> {
-        unimplemented!()
-    }
-    pub fn claim_into(&mut self, now: Time, claim: HandleId, selection: Selection) -> Result<()> {
-        unimplemented!()
-    }
-    /// Ends an open claim before it was filled (`Declined` at both sides).
-    pub fn decline(&mut self, now: Time, claim: HandleId) -> Result<()> {
-        unimplemented!()
+        let result = self.begin_claim(now, key, pool, sources, options);
+        self.settle(now);
+        result
     }
 
-    // -- the layer below
+    /// Says where the claim's bytes go.
+    ///
+    /// # Errors
+    /// `InvalidArgument` or `OutOfBounds` for a selection that does not fit the pool, or a second one; `Closed` if the
+    /// claim has ended.
+    pub fn claim_into(&mut self, now: Time, claim: HandleId, selection: Selection) -> Result<()> {
+        let result = self.fill_claim(now, claim, selection);
+        self.settle(now);
+        result
+    }
+
+    /// Ends an open claim before it was filled (`Declined` at both sides).
+    ///
+    /// # Errors
+    /// `InvalidArgument` if it was filled, `Closed` if it has ended.
+    pub fn decline(&mut self, now: Time, claim: HandleId) -> Result<()> {
+        let result = self.decline_claim(now, claim);
+        self.settle(now);
+        result
+    }
+
+    // ------------------------------------------------------------------------------------- the layer below
+
+    /// Makes a grant of blocks, to be written or read once.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `OutOfBounds`, `NotRegistered`, `Busy` (handles or slots), `Closed`.
     pub fn grant(
         &mut self,
         now: Time,
@@ -388,8 +401,14 @@ impl Machine {
         options: GrantOptions,
         watcher: Option<Arc<dyn SlotWatcher>>,
     ) -> Result<(HandleId, Grant)> {
-        unimplemented!()
+        self.begin_grant(now, pool, access, target, options, watcher)
     }
+
+    /// Writes blocks of a pool into a peer's grant.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `OutOfBounds`, `GeometryMismatch`, `NotRegistered`, `Busy`, `Closed`. What is found wrong
+    /// only once there is a session ends the handle instead.
     pub fn push(
         &mut self,
         now: Time,
@@ -398,8 +417,15 @@ impl Machine {
         grant: &Grant,
         options: TransferOptions,
     ) -> Result<HandleId> {
-        unimplemented!()
+        let result = self.begin_push(now, pool, source, grant, options);
+        self.settle(now);
+        result
     }
+
+    /// Reads a peer's grant into blocks of a pool.
+    ///
+    /// # Errors
+    /// As [`push`](Self::push).
     pub fn pull(
         &mut self,
         now: Time,
@@ -408,88 +434,453 @@ impl Machine {
         destination: Target,
         options: TransferOptions,
     ) -> Result<HandleId> {
-        unimplemented!()
+        let result = self.begin_pull(now, grant, pool, destination, options);
+        self.settle(now);
+        result
     }
 
-    /// Sees to it that there is, or soon will be, a session with this peer: `Action::Peer` tells.
-    pub fn connect(&mut self, now: Time, address: &EndpointAddress) -> Result<()> {
-        unimplemented!()
-    }
+    // -------------------------------------------------------------------------------------------- any handle
 
-    // -- any handle
     /// Ends a handle with `Cancelled`; `Complete` follows when it is fenced. Unknown or ended handles: no-op.
     pub fn cancel(&mut self, now: Time, handle: HandleId) {
-        unimplemented!()
+        let error = Error::new(ErrorKind::Cancelled, "the handle").because("its owner cancelled it");
+        self.end_handle(now, handle, error);
+        self.settle(now);
     }
+
+    /// What an open handle waits for; `None` once it has ended.
     pub fn waiting_on(&self, handle: HandleId) -> Option<WaitingOn> {
-        unimplemented!()
+        self.waits_for(handle)
     }
+
+    /// Makes a session with an endpoint, and a link, if there is none (prewarming). [`PeerChange::Ready`] follows, or
+    /// [`PeerChange::Lost`] only if there had been a session: whoever waits has its own deadline.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an address without sockets or this endpoint's own, `Busy` at the limit of peers, `Closed`.
+    pub fn connect(&mut self, now: Time, address: &EndpointAddress) -> Result<()> {
+        self.check_open("a connection")?;
+        let result = self.want_peer(now, address);
+        self.settle(now);
+        result
+    }
+
     /// Takes no new work; open handles go on.
     pub fn drain(&mut self, now: Time) {
-        unimplemented!()
+        if !self.draining {
+            self.draining = true;
+            self.tell_all(now, &Message::Draining);
+        }
     }
-    /// Ends everything: handles with `Closed`, sessions with `Goodbye`, links closed.
+
+    /// Ends everything: handles with `Closed`, sessions with `Goodbye`, links closed. Bounded: what has not ended by
+    /// itself after [`MachineConfig::fence_limit`] is ended as if all peers were lost.
     pub fn shutdown(&mut self, now: Time) {
-        unimplemented!()
+        if self.shutdown.is_some() {
+            return;
+        }
+        self.draining = true;
+        self.shutdown = Some(now);
+        self.timers.set(
+            TimerKey::Shutdown,
+            now + self.config.fence_limit + self.config.fence_limit / 4,
+        );
+        for handle in self.open_handles() {
+            let error = Error::new(ErrorKind::Closed, "the handle").because("the endpoint was closed");
+            self.end_handle(now, handle, error);
+        }
+        self.settle(now);
     }
+
     /// Nothing open, nothing retained that still guards memory.
     pub fn is_quiet(&self) -> bool {
-        unimplemented!()
+        self.open_handles().is_empty()
+            && self.fencing.is_empty()
+            && self.link_transfers.is_empty()
+            && (self.shutdown.is_none() || (self.shutdown_over && self.links.is_empty()))
     }
 
-    // -- network
-    /// A peer's connection was accepted.
+    // ----------------------------------------------------------------------------------------------- network
+
+    /// A peer's connection was accepted. Its number is the driver's, below `1 << 63`.
     pub fn accepted(&mut self, now: Time, connection: ConnectionId, from: SocketAddr) {
-        unimplemented!()
+        self.on_accepted(now, connection, from);
     }
+
+    /// A dial has connected.
     pub fn dialed(&mut self, now: Time, connection: ConnectionId) {
-        unimplemented!()
+        self.on_dialed(now, connection);
     }
+
+    /// A dial has failed.
     pub fn dial_failed(&mut self, now: Time, connection: ConnectionId, error: Error) {
-        unimplemented!()
+        self.on_disconnected(now, connection, error);
+        self.settle(now);
     }
+
+    /// A frame came on a connection.
     pub fn frame(&mut self, now: Time, connection: ConnectionId, frame: Frame) {
-        unimplemented!()
+        self.on_frame(now, connection, frame);
+        self.settle(now);
     }
+
+    /// A connection has gone. Not to be said of connections that the machine disconnected, but harmless.
     pub fn disconnected(&mut self, now: Time, connection: ConnectionId, why: Error) {
-        unimplemented!()
+        self.on_disconnected(now, connection, why);
+        self.settle(now);
     }
+
+    /// A link reports.
     pub fn link_event(&mut self, now: Time, peer: Incarnation, event: LinkEvent) {
-        unimplemented!()
+        self.on_link_event(now, peer, event);
+        self.settle(now);
     }
-    /// The link could not be made or a submit failed.
+
+    /// The link could not be made.
     pub fn link_failed(&mut self, now: Time, peer: Incarnation, error: Error) {
-        unimplemented!()
+        self.on_link_failed(now, peer, error);
+        self.settle(now);
     }
+
+    /// The link did not take a transfer.
     pub fn submit_failed(&mut self, now: Time, peer: Incarnation, transfer: TransferId, error: Error) {
-        unimplemented!()
+        self.on_submit_failed(now, peer, transfer, error);
+        self.settle(now);
     }
+
     /// Whether a lane with this hello belongs to a live session: its peer.
-    pub fn lane_allowed(&self, hello: &crate::wire::lane::LaneHello) -> Result<Incarnation> {
-        unimplemented!()
+    ///
+    /// # Errors
+    /// `StalePeer` if it is meant for another incarnation, `Unauthenticated` if its token is wrong, `PeerLost` if there
+    /// is no session.
+    pub fn lane_allowed(&self, hello: &LaneHello) -> Result<Incarnation> {
+        self.check_lane(hello)
     }
 
-    // -- time and output
+    // --------------------------------------------------------------------------------------- time and output
+
+    /// Does what is due.
     pub fn timer(&mut self, now: Time) {
-        unimplemented!()
-    }
-    pub fn next_timer(&self) -> Option<Time> {
-        unimplemented!()
-    }
-    pub fn poll_action(&mut self) -> Option<Action> {
-        unimplemented!()
+        while let Some(key) = self.timers.due(now) {
+            match key {
+                TimerKey::Redial(peer) => self.dial_peer(now, peer),
+                TimerKey::Resolve(socket) => self.on_resolve_timer(now, socket),
+                TimerKey::Heartbeat(peer) => self.on_heartbeat_timer(now, peer),
+                TimerKey::Liveness(peer) => self.on_liveness_timer(now, peer),
+                TimerKey::Link(peer) => self.on_link_timer(now, peer),
+                TimerKey::Handshake(connection) => self.on_handshake_timer(now, connection),
+                TimerKey::Deadline(handle) => self.on_deadline(now, handle),
+                TimerKey::Fence(handle) => self.on_fence_timer(now, handle),
+                TimerKey::Bind(handle) => self.on_bind_timer(now, handle),
+                TimerKey::Retain(slot) => self.release_slot(now, slot),
+                TimerKey::Waiting(peer, claim) => self.on_waiting_timer(peer, claim),
+                TimerKey::Keys => {
+                    if let Some(next) = self.keys.forget(now) {
+                        self.timers.set(TimerKey::Keys, next);
+                    }
+                }
+                TimerKey::Starved => self.on_starved_timer(now),
+                TimerKey::FencePoll => {}
+                TimerKey::Shutdown => self.force_shutdown(now),
+            }
+            self.settle(now);
+        }
     }
 
-    // -- looking at it
+    /// When [`timer`](Self::timer) has something to do next.
+    pub fn next_timer(&self) -> Option<Time> {
+        self.timers.next()
+    }
+
+    /// The next thing for the driver to do.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        self.actions.pop_front()
+    }
+
+    // --------------------------------------------------------------------------------------- looking at it
+
     /// Counts by name: handles open by kind, sessions, retained verdicts, waiting claims, slots.
     pub fn gauges(&self) -> Vec<(&'static str, u64)> {
-        unimplemented!()
+        self.counts()
     }
+
     /// What is known of a peer, line by line, for `explain`.
     pub fn explain(&self, peer: Incarnation) -> Vec<String> {
-        unimplemented!()
+        self.explain_peer(peer)
     }
+
+    /// Peers with a session, and their labels.
     pub fn peers(&self) -> Vec<(Incarnation, String)> {
-        unimplemented!()
+        self.peers
+            .iter()
+            .filter(|(_, peer)| peer.session.is_some())
+            .map(|(incarnation, peer)| (*incarnation, peer.name.clone()))
+            .collect()
     }
+}
+
+// ------------------------------------------------------------------------------------------------- internals
+
+impl Machine {
+    /// After each input: reports the ends that it made possible.
+    fn settle(&mut self, now: Time) {
+        if self.fences_changed {
+            self.look_at_fences(now);
+        }
+        if self.shutdown.is_some() && !self.shutdown_over && self.open_handles().is_empty() {
+            self.say_goodbye(now);
+        }
+    }
+
+    fn end_handle(&mut self, now: Time, handle: HandleId, error: Error) {
+        if self.claims.contains_key(&handle) {
+            self.end_claim(now, handle, error);
+        } else if self.offers.contains_key(&handle) {
+            self.end_offer(now, handle, error);
+        } else if self.grants.contains_key(&handle) {
+            self.end_grant(now, handle, error);
+        } else if self.serves.contains_key(&handle) {
+            self.end_serve(now, handle, error);
+        } else if self.pushes.contains_key(&handle) {
+            self.end_push(now, handle, error);
+        } else if self.pulls.contains_key(&handle) {
+            self.end_pull(now, handle, error);
+        }
+    }
+
+    fn on_deadline(&mut self, now: Time, handle: HandleId) {
+        if self.claims.contains_key(&handle) {
+            self.on_claim_deadline(now, handle);
+        } else if self.offers.contains_key(&handle) {
+            self.on_offer_deadline(now, handle);
+        } else {
+            let waits = self.waits_for(handle).map(|waiting| waiting.what).unwrap_or_default();
+            let error = Error::new(ErrorKind::DeadlineExceeded, "the handle")
+                .because(format!("it waited for: {waits}"))
+                .remedy("allow more time, or look at the peer");
+            self.end_handle(now, handle, error);
+        }
+    }
+
+    fn on_resolve_timer(&mut self, now: Time, socket: SocketAddr) {
+        let liveness = self.config.liveness;
+        let late = self
+            .resolving
+            .get(&socket)
+            .filter(|resolving| now >= resolving.since + liveness)
+            .map(|resolving| peers::unreachable(&resolving.address, resolving.last_error.as_ref()));
+        match late {
+            Some(error) => self.resolving_failed(now, socket, error),
+            None => self.dial_resolving(now, socket),
+        }
+    }
+
+    /// What a new session begins with: what waited for it, and what was undecided in the one before.
+    fn session_began(&mut self, now: Time, peer: Incarnation, undecided: Vec<Message>) {
+        for message in undecided {
+            self.send(now, peer, message);
+        }
+        if self.draining {
+            self.send(now, peer, Message::Draining);
+        }
+        self.send_claims(now, peer);
+        self.start_transfers(now, peer);
+    }
+
+    /// What is to be asked for in the next session with a peer that lives but has forgotten this one.
+    fn undecided_with(&mut self, now: Time, peer: Incarnation) -> Vec<Message> {
+        let mut messages = self.ask_for_members(peer);
+        messages.extend(self.ask_for_pushes(now, peer));
+        messages
+    }
+
+    /// Delivers the end of a handle.
+    fn complete(&mut self, handle: HandleId, result: Result<Outcome>) {
+        if mutants::is(Mutant::DoubleComplete) {
+            self.actions.push_back(Action::Complete {
+                handle,
+                result: result.clone(),
+            });
+        }
+        self.fences_changed = true;
+        self.actions.push_back(Action::Complete { handle, result });
+    }
+
+    fn forget_timers(&mut self, handle: HandleId) {
+        self.fencing.remove(&handle);
+        for key in [
+            TimerKey::Deadline(handle),
+            TimerKey::Fence(handle),
+            TimerKey::Bind(handle),
+        ] {
+            self.timers.clear(key);
+        }
+    }
+
+    fn open_handles(&self) -> Vec<HandleId> {
+        let mut handles: Vec<HandleId> = self.offers.keys().copied().collect();
+        handles.extend(self.claims.keys());
+        handles.extend(self.grants.keys());
+        handles.extend(self.serves.keys());
+        handles.extend(self.pushes.keys());
+        handles.extend(self.pulls.keys());
+        handles
+    }
+
+    fn handles(&self) -> usize {
+        self.offers.len()
+            + self.claims.len()
+            + self.grants.len()
+            + self.serves.len()
+            + self.pushes.len()
+            + self.pulls.len()
+    }
+
+    fn new_handle(&mut self) -> HandleId {
+        let id = HandleId(self.next_handle);
+        self.next_handle += 1;
+        id
+    }
+
+    fn check_open(&self, what: &str) -> Result<()> {
+        if self.shutdown.is_some() {
+            return Err(Error::new(ErrorKind::Closed, what)
+                .at(format!("endpoint {}", self.config.name))
+                .because("the endpoint was closed"));
+        }
+        Ok(())
+    }
+
+    fn check_new_handle(&self, what: &str) -> Result<()> {
+        self.check_open(what)?;
+        if self.draining {
+            return Err(Error::new(ErrorKind::Closed, what)
+                .at(format!("endpoint {}", self.config.name))
+                .because("the endpoint is draining: it takes no new work"));
+        }
+        if self.handles() >= self.config.handles_max {
+            return Err(Error::new(ErrorKind::Busy, what)
+                .because(format!("{} handles are open, the limit", self.handles()))
+                .remedy("wait until some have ended, or raise handles_max"));
+        }
+        Ok(())
+    }
+
+    /// Whether a session has room for what a new handle says on it.
+    fn check_room_on_session(&self, peer: Incarnation) -> Result<()> {
+        let session = self.peers.get(&peer).and_then(|peer| peer.session.as_ref());
+        if session.is_some_and(|session| session.kept() >= self.config.unacknowledged_max) {
+            return Err(Error::new(ErrorKind::Busy, format!("the session with endpoint {peer}"))
+                .because(format!(
+                    "{} messages wait for its acknowledgement",
+                    self.config.unacknowledged_max
+                ))
+                .remedy("retry shortly"));
+        }
+        Ok(())
+    }
+
+    fn pool(&self, id: PoolId) -> Result<&Pool> {
+        self.pools.get(&id).ok_or_else(|| pool_unknown(id))
+    }
+
+    fn pool_adverts(&self) -> Vec<PoolAdvert> {
+        self.pools.iter().map(|(id, pool)| pool.advert(*id)).collect()
+    }
+
+    fn users_of(&self, id: PoolId) -> Vec<String> {
+        let quarantined = self.quarantined_pools.contains(&id)
+            || self.slot_uses.values().any(|used| used.quarantined && used.pool == id);
+        let counts = [
+            ("offers", self.offers.values().filter(|offer| offer.pool == id).count()),
+            ("claims", self.claims.values().filter(|claim| claim.pool == id).count()),
+            (
+                "grants",
+                self.grants.values().filter(|grant| grant.pool == id).count()
+                    + self.serves.values().filter(|serve| serve.pool == id).count(),
+            ),
+            (
+                "transfers",
+                self.pushes.values().filter(|push| push.pool == id).count()
+                    + self.pulls.values().filter(|pull| pull.pool == id).count(),
+            ),
+            ("blocks in quarantine", usize::from(quarantined)),
+        ];
+        counts
+            .into_iter()
+            .filter(|(_, count)| *count > 0)
+            .map(|(what, count)| format!("{count} {what}"))
+            .collect()
+    }
+
+    fn tell_all(&mut self, now: Time, message: &Message) {
+        let peers: Vec<Incarnation> = self.peers.keys().copied().collect();
+        for peer in peers {
+            self.send(now, peer, message.clone());
+        }
+    }
+
+    /// All handles have ended: sessions and links go.
+    fn say_goodbye(&mut self, now: Time) {
+        self.shutdown_over = true;
+        self.timers.clear(TimerKey::Shutdown);
+        let sockets: Vec<SocketAddr> = self.resolving.keys().copied().collect();
+        for socket in sockets {
+            self.resolving_failed(now, socket, Error::new(ErrorKind::Closed, "the endpoint"));
+        }
+        let peers: Vec<Incarnation> = self.peers.keys().copied().collect();
+        for peer in peers {
+            self.flush_verdict_acks(now, peer);
+            self.send(now, peer, Message::Goodbye);
+            let error = Error::new(ErrorKind::Closed, "the session").because("this endpoint was closed");
+            self.end_peer(now, peer, error);
+        }
+        let connections: Vec<ConnectionId> = self.connections.keys().copied().collect();
+        for connection in connections {
+            self.drop_connection(connection);
+        }
+    }
+
+    /// Not everything has ended by itself.
+    fn force_shutdown(&mut self, now: Time) {
+        if !self.shutdown_over {
+            self.say_goodbye(now);
+        }
+    }
+}
+
+impl Pool {
+    fn advert(&self, id: PoolId) -> PoolAdvert {
+        PoolAdvert {
+            id,
+            layout: PoolLayout::clone(&self.layout),
+            serves: self.serves,
+            receives: self.receives,
+        }
+    }
+}
+
+fn pool_unknown(id: PoolId) -> Error {
+    Error::new(ErrorKind::NotRegistered, format!("pool {id}"))
+        .because("it is not registered with this endpoint")
+        .remedy("register it first")
+}
+
+fn handle_ended() -> Error {
+    Error::new(ErrorKind::Closed, "the handle").because("it has ended")
+}
+
+/// A grant is used only with the geometry it was made for.
+fn check_geometry(layout: &PoolLayout, hash: u64, pool: PoolId) -> Result<()> {
+    if layout.geometry_hash() == hash {
+        return Ok(());
+    }
+    Err(
+        Error::new(ErrorKind::GeometryMismatch, format!("the grant's pool {pool}"))
+            .because(format!(
+                "its owner declares geometry {:016x}, the grant was made for {hash:016x}",
+                layout.geometry_hash()
+            ))
+            .remedy("ask for a new grant"),
+    )
 }

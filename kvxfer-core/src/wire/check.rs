@@ -125,7 +125,7 @@ impl Check for Grant {
         match &self.target {
             Target::Selection { selection, scope } => {
                 selection.check()?;
-                scope.check()
+                Check::check(scope)
             }
             Target::Descriptors(descriptors) => at_most("its descriptors", descriptors.len(), DESCRIPTORS_MAX),
         }
@@ -154,9 +154,11 @@ impl Check for Scope {
         if !self.layers.is_sorted_by(|before, after| before < after) {
             return Err("its layers do not ascend".into());
         }
-        match self.heads {
-            Some((first, end)) if first >= end => Err(format!("its heads {first} to {end} are no range")),
-            _ => Ok(()),
+        let heads = self.heads.as_deref().unwrap_or_default();
+        at_most("its head ranges", heads.len(), GROUPS_MAX)?;
+        match heads.iter().find(|range| range.start > range.end) {
+            Some(range) => Err(format!("its heads {} to {} are no range", range.start, range.end)),
+            None => Ok(()),
         }
     }
 }

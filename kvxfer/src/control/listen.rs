@@ -177,30 +177,16 @@ async fn adopt(shared: &Arc<Shared>, mut stream: TcpStream, magic: [u8; 4]) -> R
     bytes[..4].copy_from_slice(&magic);
     stream.read_exact(&mut bytes[4..]).await.map_err(broken)?;
     let hello = LaneHello::decode(&bytes)?;
-    let mut stream = Some(stream.into_std().map_err(broken)?);
+    let stream = stream.into_std().map_err(broken)?;
     let mut looks = 0;
-    loop {
-        let allowed = shared.look(|state| {
-            let peer = state.machine.lane_allowed(&hello)?;
-            match state.links.get(&peer) {
-                Some(entry) if !entry.closing => Ok(()),
-                _ => Err(Error::new(ErrorKind::Protocol, "a lane without a link").at(format!("peer {peer}"))),
-            }
-        });
-        match allowed {
-            Ok(()) => {
-                let stream = stream
-                    .take()
-                    .ok_or_else(|| Error::new(ErrorKind::Internal, "a lane was taken twice"))?;
-                return shared.transports.adopt(stream, hello);
-            }
-            Err(error) if looks == LANE_LOOKS => return Err(error),
-            Err(_) => {
-                looks += 1;
-                sleep(LANE_LOOK_PAUSE).await;
-            }
+    while let Err(error) = shared.look(|state| state.machine.lane_allowed(&hello)) {
+        if looks == LANE_LOOKS {
+            return Err(error);
         }
+        looks += 1;
+        sleep(LANE_LOOK_PAUSE).await;
     }
+    shared.transports.adopt(stream, hello)
 }
 
 /// Loopback last, then IPv4 before IPv6: the order in which addresses are published.

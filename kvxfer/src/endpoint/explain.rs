@@ -38,7 +38,7 @@ impl Endpoint {
         });
         outcome.unwrap_or_else(|| {
             Err(Error::new(ErrorKind::Unreachable, "no session yet")
-                .at(shown(address))
+                .at(address.to_string())
                 .because(format!("the peer did not answer within {timeout:?}"))
                 .remedy("check that the peer runs and that the address is its published one"))
         })
@@ -47,7 +47,7 @@ impl Endpoint {
     /// The path to a peer in words: session, transport, rails, and why better ones were not taken.
     pub fn explain(&self, address: &EndpointAddress) -> String {
         let shared = &self.shared;
-        let mut text = format!("from {} ({}) to {}\n", shared.name, shared.incarnation, shown(address));
+        let mut text = format!("from {} ({}) to {address}\n", shared.name, shared.incarnation);
         // Writing to a String cannot fail.
         let _ = writeln!(text, "transports here: {}", shared.transports.names().join(", "));
         for (name, why) in &shared.transports.refused {
@@ -119,12 +119,4 @@ fn find(state: &State, address: &EndpointAddress) -> Option<Incarnation> {
     let mut found: Vec<&Incarnation> = state.peers.keys().filter(here).collect();
     found.sort_by_key(|peer| matches!(state.peers[*peer].state, PeerState::Lost(_)));
     found.first().map(|peer| **peer)
-}
-
-fn shown(address: &EndpointAddress) -> String {
-    let sockets: Vec<String> = address.sockets.iter().map(ToString::to_string).collect();
-    match address.incarnation {
-        Some(incarnation) => format!("{} ({incarnation})", sockets.join(",")),
-        None => sockets.join(","),
-    }
 }

@@ -23,7 +23,7 @@ use crate::control::{PeerState, Phase, Shared, State, closed};
 use crate::events::Events;
 use crate::handle::{Claim, Core, Entry, HandleKind, Offer, Sink, Transfer};
 use crate::options::{ClaimOptions, OfferOptions, PullOptions, PushOptions};
-use crate::pool::{IntoTarget, Pool, Role};
+use crate::pool::{Pool, Role};
 use crate::{metrics, random};
 
 pub use builder::Builder;
@@ -164,10 +164,16 @@ impl Endpoint {
     ///
     /// # Errors
     /// `InvalidArgument`, `GeometryMismatch`, `StalePeer` and the like for what does not fit, `Busy` at a limit.
-    pub fn push(&self, pool: &Pool, source: impl IntoTarget, grant: &Grant, options: PushOptions) -> Result<Transfer> {
+    pub fn push(
+        &self,
+        pool: &Pool,
+        source: impl Into<Target>,
+        grant: &Grant,
+        options: PushOptions,
+    ) -> Result<Transfer> {
         access(grant, Access::Write)?;
         let id = pool.inner.id()?;
-        let source: Target = source.into_target(&pool.inner.layout);
+        let source: Target = source.into();
         let core = self.open(HandleKind::Push, options.events, Sink::Delivery, |state, now| {
             state.machine.push(now, id, source, grant, options.machine())
         })?;
@@ -182,12 +188,12 @@ impl Endpoint {
         &self,
         grant: &Grant,
         pool: &Pool,
-        destination: impl IntoTarget,
+        destination: impl Into<Target>,
         options: PullOptions,
     ) -> Result<Transfer> {
         access(grant, Access::Read)?;
         let id = pool.inner.id()?;
-        let destination: Target = destination.into_target(&pool.inner.layout);
+        let destination: Target = destination.into();
         let core = self.open(HandleKind::Pull, options.events, Sink::Delivery, |state, now| {
             state.machine.pull(now, grant, id, destination, options.machine())
         })?;
@@ -220,11 +226,7 @@ impl Endpoint {
         let mut text = String::with_capacity(16 << 10);
         let gauges = self.shared.look(|state| state.machine.gauges());
         metrics::write_gauges(&mut text, &gauges);
-        let own = [
-            ("events_waiting", self.shared.events.depth() as u64),
-            ("data_slots_in_use", self.shared.slots.in_use() as u64),
-        ];
-        metrics::write_gauges(&mut text, &own);
+        metrics::write_gauges(&mut text, &[("events_waiting", self.shared.events.depth() as u64)]);
         self.shared.metrics.write(&mut text);
         metrics::write_counters(&mut text, self.shared.transports.counters());
         text

@@ -1,0 +1,933 @@
+//! Claims of this endpoint: matched at all sources, filled, received, decided.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use super::config::{KEY_BYTES_MAX, RETRY_AFTER, SOURCES_MAX};
+use super::slots::{SlotKey, SlotOwner, maybe_written, quarantined};
+use super::timers::TimerKey;
+use super::types::{Action, ClaimOptions, HandleId, Notice, Outcome};
+use super::{Ending, Machine};
+use crate::error::{Error, ErrorKind, Result};
+use crate::flow::PartExtent;
+use crate::id::{Incarnation, PoolId};
+use crate::layout::{PoolLayout, Selection};
+use crate::mutants::{self, Mutant};
+use crate::plan::{self, Scope, Target};
+use crate::time::Time;
+use crate::wire::{Access, ClaimMessage, EndpointAddress, Grant, Message, Verdict};
+
+/// An open claim.
+#[derive(Debug)]
+pub(super) struct Claim {
+    pub(super) key: Vec<u8>,
+    pub(super) pool: PoolId,
+    options: ClaimOptions,
+    deadline: Time,
+    /// The deadline was the caller's wish: it is not extended by a match.
+    strict: bool,
+    hold: Time,
+    sources: Vec<Source>,
+    selection: Option<Selection>,
+    assigned: bool,
+    pub(super) ending: Option<Ending>,
+    pub(super) since: Time,
+}
+
+/// One source rank of a claim.
+#[derive(Debug)]
+struct Source {
+    place: Place,
+    /// The session knows of the claim.
+    sent: bool,
+    matched: Option<Match>,
+    need: Need,
+    slot: Option<SlotKey>,
+    arrived: bool,
+    validating: bool,
+    validated: bool,
+    /// Slots of earlier attempts that are not fenced yet: nothing is opened over their blocks before they are.
+    voided: Vec<SlotKey>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Known(Incarnation),
+    Resolving(SocketAddr),
+}
+
+#[derive(Debug, Clone)]
+struct Match {
+    attempt: u32,
+    layout: Arc<PoolLayout>,
+}
+
+/// What is needed of a source.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Need {
+    /// Not known yet.
+    Open,
+    /// Nothing: others provide it.
+    Nothing,
+    /// These layers and heads.
+    Scope(Scope),
+}
+
+impl Source {
+    fn peer(&self) -> Option<Incarnation> {
+        match self.place {
+            Place::Known(incarnation) => Some(incarnation),
+            Place::Resolving(_) => None,
+        }
+    }
+
+    fn is_done(&self, pull: bool) -> bool {
+        match self.need {
+            Need::Open => false,
+            Need::Nothing => true,
+            Need::Scope(_) => self.arrived && (!pull || self.validated || mutants::is(Mutant::SkipValidate)),
+        }
+    }
+}
+
+impl Claim {
+    fn source_of(&mut self, peer: Incarnation) -> Option<&mut Source> {
+        self.sources.iter_mut().find(|source| source.peer() == Some(peer))
+    }
+
+    fn is_done(&self) -> bool {
+        self.assigned && self.selection.is_some() && self.sources.iter().all(|source| source.is_done(self.options.pull))
+    }
+
+    /// What it waits for.
+    pub(super) fn waits_for(&self, machine: &Machine) -> &'static str {
+        let ready = |source: &Source| {
+            source
+                .peer()
+                .and_then(|peer| machine.peers.get(&peer))
+                .is_some_and(|peer| peer.is_ready())
+        };
+        if self.ending.is_some() {
+            "fence"
+        } else if !self.sources.iter().all(ready) {
+            "peer"
+        } else if self.sources.iter().any(|source| source.matched.is_none()) {
+            "offer"
+        } else if self.selection.is_none() {
+            "blocks"
+        } else if self
+            .sources
+            .iter()
+            .any(|source| matches!(source.need, Need::Scope(_)) && source.slot.is_none())
+        {
+            "credit"
+        } else if self.sources.iter().any(|source| source.validating) {
+            "validation"
+        } else {
+            "parts"
+        }
+    }
+
+    /// Slots that are open or not fenced.
+    fn slots(&self) -> impl Iterator<Item = SlotKey> + '_ {
+        self.sources
+            .iter()
+            .flat_map(|source| source.slot.iter().chain(&source.voided).copied())
+    }
+}
+
+impl Machine {
+    pub(super) fn begin_claim(
+        &mut self,
+        now: Time,
+        key: &[u8],
+        pool: PoolId,
+        addresses: &[EndpointAddress],
+        options: ClaimOptions,
+    ) -> Result<HandleId> {
+        check_key(key)?;
+        self.check_new_handle("a claim")?;
+        let own = self.pool(pool)?;
+        if !own.receives {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {pool}"))
+                .because("it is not registered for receiving")
+                .remedy("register it with Role::Receive or Role::Both"));
+        }
+        if addresses.is_empty() || addresses.len() > SOURCES_MAX {
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, format!("{} source ranks", addresses.len()))
+                    .because(format!("a claim names 1 to {SOURCES_MAX}")),
+            );
+        }
+        if options.members == 0 || options.member >= options.members {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("member {} of {}", options.member, options.members),
+            )
+            .because("members are numbered from 0"));
+        }
+        let mut sources: Vec<Source> = Vec::with_capacity(addresses.len());
+        for address in addresses {
+            let place = self.place_of(address)?;
+            if sources.iter().any(|source| source.place == place) {
+                return Err(
+                    Error::new(ErrorKind::InvalidArgument, "a source rank that is named twice")
+                        .remedy("name each source once"),
+                );
+            }
+            if let Place::Known(incarnation) = place {
+                self.check_room_on_session(incarnation)?;
+            }
+            sources.push(Source {
+                place,
+                sent: false,
+                matched: None,
+                need: Need::Open,
+                slot: None,
+                arrived: false,
+                validating: false,
+                validated: false,
+                voided: Vec::new(),
+            });
+        }
+        for address in addresses {
+            self.want_peer(now, address)?;
+        }
+        let id = self.new_handle();
+        let deadline = now + options.deadline.unwrap_or(self.config.unmatched_deadline);
+        self.timers.set(TimerKey::Deadline(id), deadline);
+        let known: Vec<Incarnation> = sources.iter().filter_map(Source::peer).collect();
+        let claim = Claim {
+            key: key.to_vec(),
+            pool,
+            strict: options.deadline.is_some(),
+            hold: now + self.config.hold_max,
+            options,
+            deadline,
+            sources,
+            selection: None,
+            assigned: false,
+            ending: None,
+            since: now,
+        };
+        self.claims.insert(id, claim);
+        for peer in known {
+            self.send_claim(now, id, peer);
+        }
+        Ok(id)
+    }
+
+    fn place_of(&self, address: &EndpointAddress) -> Result<Place> {
+        match (address.incarnation, address.sockets.first()) {
+            (Some(incarnation), _) => Ok(Place::Known(incarnation)),
+            (None, Some(socket)) => Ok(self.peer_at(*socket).map_or(Place::Resolving(*socket), Place::Known)),
+            (None, None) => Err(Error::new(
+                ErrorKind::InvalidArgument,
+                "an endpoint address without sockets",
+            )),
+        }
+    }
+
+    pub(super) fn fill_claim(&mut self, now: Time, id: HandleId, selection: Selection) -> Result<()> {
+        let claim = self.claims.get(&id).ok_or_else(super::handle_ended)?;
+        if claim.ending.is_some() {
+            return Err(super::handle_ended());
+        }
+        if claim.selection.is_some() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a second selection for a claim")
+                .because("it was filled before")
+                .remedy("claim again for other blocks"));
+        }
+        self.pool(claim.pool)?.layout.check(&selection)?;
+        if let Some(claim) = self.claims.get_mut(&id) {
+            claim.selection = Some(selection);
+            claim.since = now;
+        }
+        self.advance_claim(now, id);
+        Ok(())
+    }
+
+    pub(super) fn decline_claim(&mut self, now: Time, id: HandleId) -> Result<()> {
+        let claim = self.claims.get(&id).ok_or_else(super::handle_ended)?;
+        if claim.selection.is_some() {
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, "declining a claim that was filled")
+                    .remedy("cancel it: its blocks are in use until that is reported"),
+            );
+        }
+        let error = Error::new(ErrorKind::Declined, "the claim").because("its owner needs nothing of it");
+        self.end_claim(now, id, error);
+        Ok(())
+    }
+
+    // ------------------------------------------------------------------------------------------- its sources
+
+    fn claim_message(&self, now: Time, id: HandleId) -> Option<ClaimMessage> {
+        let claim = self.claims.get(&id)?;
+        let until = if claim.strict {
+            claim.deadline
+        } else {
+            claim.hold.min(claim.deadline)
+        };
+        Some(ClaimMessage {
+            claim: id.0,
+            key: claim.key.clone(),
+            set: claim.options.set,
+            member: claim.options.member,
+            members: claim.options.members,
+            pool: claim.pool,
+            remaining_ms: until.remaining_ms(now),
+            pull: claim.options.pull,
+        })
+    }
+
+    /// Tells a source of the claim, if there is a session with it.
+    fn send_claim(&mut self, now: Time, id: HandleId, peer: Incarnation) {
+        if self.peers.get(&peer).is_none_or(|peer| peer.session.is_none()) {
+            return;
+        }
+        let Some(message) = self.claim_message(now, id) else {
+            return;
+        };
+        let Some(claim) = self.claims.get_mut(&id).filter(|claim| claim.ending.is_none()) else {
+            return;
+        };
+        let Some(source) = claim.source_of(peer).filter(|source| !source.sent) else {
+            return;
+        };
+        source.sent = true;
+        self.send(now, peer, Message::Claim(message));
+    }
+
+    /// A session began: the peer is told of the claims that name it, and of those that ended before.
+    pub(super) fn send_claims(&mut self, now: Time, peer: Incarnation) {
+        let ends = self
+            .peers
+            .get_mut(&peer)
+            .map(|peer| std::mem::take(&mut peer.unsent_ends))
+            .unwrap_or_default();
+        for (message, verdict) in ends {
+            let claim = message.claim;
+            self.send(now, peer, Message::Claim(message));
+            self.send(now, peer, Message::ClaimEnded { claim, verdict });
+        }
+        let claims: Vec<HandleId> = self.claims.keys().copied().collect();
+        for id in claims {
+            self.send_claim(now, id, peer);
+        }
+    }
+
+    /// The endpoint at an address became known.
+    pub(super) fn claims_resolved(&mut self, now: Time, socket: SocketAddr, peer: Incarnation) {
+        let claims: Vec<HandleId> = self.claims.keys().copied().collect();
+        for id in claims {
+            let Some(claim) = self.claims.get_mut(&id) else {
+                continue;
+            };
+            let twice = claim.source_of(peer).is_some();
+            let Some(source) = claim
+                .sources
+                .iter_mut()
+                .find(|source| source.place == Place::Resolving(socket))
+            else {
+                continue;
+            };
+            if twice {
+                let error = Error::new(ErrorKind::InvalidArgument, "a source rank that is named twice")
+                    .because(format!("{socket} is endpoint {peer}"));
+                self.end_claim(now, id, error);
+                continue;
+            }
+            source.place = Place::Known(peer);
+            self.send_claim(now, id, peer);
+        }
+    }
+
+    pub(super) fn claims_unresolved(&mut self, now: Time, socket: SocketAddr, error: &Error) {
+        let claims: Vec<HandleId> = self
+            .claims
+            .iter()
+            .filter(|(_, claim)| {
+                claim
+                    .sources
+                    .iter()
+                    .any(|source| source.place == Place::Resolving(socket))
+            })
+            .map(|(id, _)| *id)
+            .collect();
+        for id in claims {
+            self.end_claim(now, id, error.clone());
+        }
+    }
+
+    pub(super) fn claims_lost(&mut self, now: Time, peer: Incarnation, error: &Error) {
+        let claims: Vec<HandleId> = self
+            .claims
+            .iter()
+            .filter(|(_, claim)| claim.sources.iter().any(|source| source.peer() == Some(peer)))
+            .map(|(id, _)| *id)
+            .collect();
+        let link = self.closing_link(peer);
+        for id in claims {
+            self.end_claim(now, id, error.clone());
+            if let Some(claim) = self.claims.get_mut(&id)
+                && let Some(ending) = claim.ending.as_mut()
+                && let Some(link) = link
+            {
+                ending.links.push(link);
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------------------------- what sources say
+
+    pub(super) fn claim_matched(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        attempt: u32,
+        pool: PoolId,
+    ) -> Result<()> {
+        let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&pool)).cloned();
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
+        let Some(source) = claim_state.source_of(peer) else {
+            return Err(protocol("a match of a claim that does not name this endpoint"));
+        };
+        if source.matched.is_some() {
+            return Err(protocol("a second match of a claim"));
+        }
+        let Some(advert) = advert.filter(|advert| advert.serves) else {
+            let error = Error::new(ErrorKind::NotRegistered, format!("the source's pool {pool}"))
+                .because("it is not registered for serving any more");
+            self.end_claim(now, HandleId(claim), error);
+            return Ok(());
+        };
+        source.matched = Some(Match {
+            attempt,
+            layout: advert.layout,
+        });
+        claim_state.since = now;
+        if claim_state.sources.iter().all(|source| source.matched.is_some()) {
+            self.actions.push_back(Action::Notice {
+                handle: HandleId(claim),
+                notice: Notice::Matched,
+            });
+            self.advance_claim(now, HandleId(claim));
+        }
+        Ok(())
+    }
+
+    pub(super) fn claim_restarted(&mut self, now: Time, peer: Incarnation, claim: u64, attempt: u32) -> Result<()> {
+        let id = HandleId(claim);
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
+        let Some(source) = claim_state.source_of(peer) else {
+            return Err(protocol("a restart of a claim that does not name this endpoint"));
+        };
+        let Some(matched) = source.matched.as_mut() else {
+            return Err(protocol("a restart before a match"));
+        };
+        if attempt <= matched.attempt {
+            return Err(protocol("a restart with an attempt that is not newer"));
+        }
+        matched.attempt = attempt;
+        source.validating = false;
+        source.validated = false;
+        source.arrived = false;
+        if mutants::is(Mutant::KeepOldAttempt) {
+            if let Some(slot) = source.slot {
+                self.grant_claim_slot(now, id, peer, slot);
+            }
+            return Ok(());
+        }
+        if let Some(slot) = source.slot.take() {
+            source.voided.push(slot);
+            self.close_slot(slot);
+            self.fencing.insert(id);
+            self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        }
+        self.actions.push_back(Action::Notice {
+            handle: id,
+            notice: Notice::Restarted,
+        });
+        self.look_at_claim_fence(now, id);
+        Ok(())
+    }
+
+    /// The source refuses, or ends this: the claim fails, unless everything is in place already.
+    pub(super) fn claim_ended_by_source(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        error: Error,
+    ) -> Result<()> {
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
+        if claim_state.source_of(peer).is_none() {
+            return Err(protocol("the end of a claim that does not name this endpoint"));
+        }
+        self.end_claim(now, HandleId(claim), error);
+        Ok(())
+    }
+
+    /// Pull: a part may be read.
+    pub(super) fn part_ready(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        attempt: u32,
+        part: u32,
+        _extent: PartExtent,
+    ) -> Result<()> {
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
+        if !claim_state.options.pull {
+            return Err(protocol("a part to pull for a claim that is pushed"));
+        }
+        let current = claim_state.source_of(peer).is_some_and(|source| {
+            source.slot.is_some()
+                && source
+                    .matched
+                    .as_ref()
+                    .is_some_and(|matched| matched.attempt == attempt)
+        });
+        if current {
+            self.send(now, peer, Message::ReadPart { claim, attempt, part });
+        }
+        Ok(())
+    }
+
+    pub(super) fn claim_validated(&mut self, now: Time, peer: Incarnation, claim: u64, live: bool) -> Result<()> {
+        let id = HandleId(claim);
+        let Some(claim_state) = self.open_claim(claim) else {
+            return Ok(());
+        };
+        let Some(source) = claim_state.source_of(peer).filter(|source| source.validating) else {
+            return Ok(());
+        };
+        source.validating = false;
+        if live {
+            source.validated = true;
+            self.advance_claim(now, id);
+        } else {
+            let error = Error::new(ErrorKind::Retracted, "the source blocks")
+                .because("they were taken back while they were read")
+                .remedy("recompute the request, or claim it again");
+            self.end_claim(now, id, error);
+        }
+        Ok(())
+    }
+
+    pub(super) fn claim_slot_arrived(&mut self, now: Time, id: HandleId, peer: Incarnation, slot: SlotKey) {
+        let Some(claim) = self.claims.get_mut(&id) else { return };
+        if claim.ending.is_some() {
+            return;
+        }
+        let pull = claim.options.pull;
+        let Some(source) = claim.source_of(peer) else { return };
+        if source.slot != Some(slot) || source.arrived {
+            return;
+        }
+        source.arrived = true;
+        let attempt = source.matched.as_ref().map_or(0, |matched| matched.attempt);
+        if pull {
+            source.validating = true;
+            self.send(
+                now,
+                peer,
+                Message::Validate {
+                    id: id.0,
+                    claim: true,
+                    attempt,
+                },
+            );
+        }
+        self.advance_claim(now, id);
+    }
+
+    pub(super) fn claim_slot_corrupt(&mut self, now: Time, id: HandleId, slot: SlotKey, error: Error) {
+        let current = self
+            .claims
+            .get(&id)
+            .is_some_and(|claim| claim.sources.iter().any(|source| source.slot == Some(slot)));
+        if current {
+            self.end_claim(now, id, error);
+        }
+    }
+
+    // ---------------------------------------------------------------------------------------------- progress
+
+    /// Does what has become possible.
+    pub(super) fn advance_claim(&mut self, now: Time, id: HandleId) {
+        if let Err(error) = self.assign_claim(id).and_then(|()| self.open_claim_slots(now, id)) {
+            self.end_claim(now, id, error);
+            return;
+        }
+        if self
+            .claims
+            .get(&id)
+            .is_some_and(|claim| claim.ending.is_none() && claim.is_done())
+        {
+            self.claim_arrived(now, id);
+        }
+    }
+
+    /// Once all sources have matched: which of them sends what.
+    fn assign_claim(&mut self, id: HandleId) -> Result<()> {
+        let Some(claim) = self.claims.get_mut(&id) else {
+            return Ok(());
+        };
+        if claim.assigned || claim.ending.is_some() {
+            return Ok(());
+        }
+        let matched: Option<Vec<Arc<PoolLayout>>> = claim
+            .sources
+            .iter()
+            .map(|source| source.matched.as_ref().map(|matched| matched.layout.clone()))
+            .collect();
+        let Some(layouts) = matched else { return Ok(()) };
+        let Some(own) = self.pools.get(&claim.pool) else {
+            return Err(super::pool_unknown(claim.pool));
+        };
+        let layouts: Vec<&PoolLayout> = layouts.iter().map(Arc::as_ref).collect();
+        let scopes = plan::assign(&layouts, &own.layout)?;
+        for (source, scope) in claim.sources.iter_mut().zip(scopes) {
+            source.need = scope.map_or(Need::Nothing, Need::Scope);
+        }
+        claim.assigned = true;
+        Ok(())
+    }
+
+    /// Once assigned and filled: a slot for each source that sends something.
+    fn open_claim_slots(&mut self, now: Time, id: HandleId) -> Result<()> {
+        let Some(claim) = self.claims.get(&id) else {
+            return Ok(());
+        };
+        let Some(selection) = claim.selection.clone() else {
+            return Ok(());
+        };
+        if !claim.assigned || claim.ending.is_some() {
+            return Ok(());
+        }
+        let (pool, sources) = (claim.pool, claim.sources.len());
+        let layout = self.pool(pool)?.layout.clone();
+        for index in 0..sources {
+            let Some(source) = self.claims.get(&id).and_then(|claim| claim.sources.get(index)) else {
+                return Ok(());
+            };
+            let Need::Scope(scope) = &source.need else {
+                if !source.arrived {
+                    self.tell_nothing(now, id, index);
+                }
+                continue;
+            };
+            if source.slot.is_some() || !source.voided.is_empty() {
+                continue;
+            }
+            let target = Target::Selection {
+                selection: selection.clone(),
+                scope: scope.clone(),
+            };
+            let bytes = target.bytes(&layout)?;
+            if bytes == 0 {
+                self.tell_nothing(now, id, index);
+                continue;
+            }
+            let Some(peer) = source.peer() else { continue };
+            let target = Arc::new(target);
+            let opened = self.open_slot(SlotOwner::Claim(id, peer), Some(peer), pool, target, None);
+            let slot = match opened {
+                Ok(slot) => slot,
+                Err(error) if error.kind() == ErrorKind::Busy => {
+                    // Slots come back as verdicts are acknowledged.
+                    self.starved.insert(id);
+                    self.timers.set_earlier(TimerKey::Starved, now + RETRY_AFTER);
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
+            };
+            let Some(claim) = self.claims.get_mut(&id) else {
+                return Ok(());
+            };
+            claim.since = now;
+            claim.sources[index].slot = Some(slot);
+            self.grant_claim_slot(now, id, peer, slot);
+        }
+        Ok(())
+    }
+
+    /// Tells a source into which slot of ours its bytes go.
+    fn grant_claim_slot(&mut self, now: Time, id: HandleId, peer: Incarnation, slot: SlotKey) {
+        let name = self.grant_name(slot);
+        let address = self.address.clone();
+        let Some(claim) = self.claims.get_mut(&id) else { return };
+        let (pool, pull, selection) = (claim.pool, claim.options.pull, claim.selection.clone());
+        let until = if claim.strict { claim.deadline } else { claim.hold };
+        let Some(source) = claim.source_of(peer) else { return };
+        let (Need::Scope(scope), Some(matched), Some(selection)) = (&source.need, &source.matched, selection) else {
+            return;
+        };
+        let attempt = matched.attempt;
+        let Some(own) = self.pools.get(&pool) else { return };
+        let grant = Grant {
+            name,
+            address,
+            access: Access::Write,
+            pool,
+            geometry_hash: own.layout.geometry_hash(),
+            target: Target::Selection {
+                selection,
+                scope: scope.clone(),
+            },
+            remaining_ms: until.remaining_ms(now),
+        };
+        let claim = id.0;
+        let message = if pull {
+            Message::ClaimPull { claim, attempt, grant }
+        } else {
+            Message::ClaimGrant { claim, attempt, grant }
+        };
+        self.send(now, peer, message);
+    }
+
+    /// Nothing is needed of this source.
+    fn tell_nothing(&mut self, now: Time, id: HandleId, index: usize) {
+        let Some(source) = self.claims.get_mut(&id).and_then(|claim| claim.sources.get_mut(index)) else {
+            return;
+        };
+        source.need = Need::Nothing;
+        source.arrived = true;
+        if let Some(peer) = source.peer() {
+            self.send(now, peer, Message::ClaimNothing { claim: id.0 });
+        }
+    }
+
+    /// Claims that found no slot try again.
+    pub(super) fn on_starved_timer(&mut self, now: Time) {
+        for id in std::mem::take(&mut self.starved) {
+            self.advance_claim(now, id);
+        }
+    }
+
+    pub(super) fn on_claim_deadline(&mut self, now: Time, id: HandleId) {
+        let Some(claim) = self.claims.get_mut(&id) else { return };
+        let matched = claim.sources.iter().any(|source| source.matched.is_some());
+        if matched && !claim.strict && now < claim.hold {
+            claim.deadline = claim.hold;
+            self.timers.set(TimerKey::Deadline(id), claim.hold);
+            return;
+        }
+        let error = if matched {
+            Error::new(ErrorKind::DeadlineExceeded, "the claim")
+                .because(format!("it waited for: {}", self.claims[&id].waits_for(self)))
+                .remedy("allow more time, or look at the source")
+        } else {
+            Error::new(ErrorKind::Unclaimed, "the claim")
+                .because("no offer met it before its deadline")
+                .remedy("check the key and the source addresses")
+        };
+        self.end_claim(now, id, error);
+    }
+
+    // --------------------------------------------------------------------------------------------- its end
+
+    /// Ends a claim with this error, unless all its bytes are in place. The end is reported when it is fenced.
+    pub(super) fn end_claim(&mut self, now: Time, id: HandleId, error: Error) {
+        let Some(claim) = self.claims.get(&id) else { return };
+        if claim.ending.is_some() {
+            return;
+        }
+        let slots: Vec<(usize, SlotKey)> = claim
+            .sources
+            .iter()
+            .enumerate()
+            .filter_map(|(index, source)| source.slot.map(|slot| (index, slot)))
+            .collect();
+        for (index, slot) in slots {
+            // Arrived wins over a crossing end.
+            if self.close_slot(slot)
+                && let Some(claim) = self.claims.get_mut(&id)
+            {
+                claim.sources[index].arrived = true;
+            }
+        }
+        self.timers.clear(TimerKey::Deadline(id));
+        self.starved.remove(&id);
+        let Some(claim) = self.claims.get_mut(&id) else { return };
+        if claim.is_done() {
+            self.claim_arrived(now, id);
+            return;
+        }
+        let limit = now + self.config.fence_limit;
+        let error = if claim.slots().next().is_some() {
+            maybe_written(&error)
+        } else {
+            error
+        };
+        claim.since = now;
+        claim.ending = Some(Ending {
+            error,
+            links: Vec::new(),
+        });
+        self.fencing.insert(id);
+        self.timers.set(TimerKey::Fence(id), limit);
+        // Looked at after this input has been dealt with: by then it is known which links it waits for.
+        self.fences_changed = true;
+    }
+
+    /// Looks whether what this claim waits for is fenced: its end, or the slot of an earlier attempt.
+    pub(super) fn look_at_claim_fence(&mut self, now: Time, id: HandleId) {
+        self.drop_voided_slots(now, id);
+        let Some(claim) = self.claims.get(&id) else { return };
+        let Some(ending) = &claim.ending else {
+            if claim.sources.iter().all(|source| source.voided.is_empty()) {
+                self.fencing.remove(&id);
+                self.timers.clear(TimerKey::Fence(id));
+                self.advance_claim(now, id);
+            }
+            return;
+        };
+        let fenced = claim.slots().all(|slot| self.slot_is_fenced(slot))
+            && (ending.links.iter().all(|link| self.link_is_closed(*link)) || claim.slots().next().is_none());
+        if fenced {
+            let error = ending.error.clone();
+            self.finish_claim(now, id, Err(error));
+        }
+    }
+
+    /// Slots of earlier attempts that are fenced have ended.
+    fn drop_voided_slots(&mut self, now: Time, id: HandleId) {
+        let Some(claim) = self.claims.get(&id) else { return };
+        let fenced: Vec<SlotKey> = claim
+            .sources
+            .iter()
+            .flat_map(|source| source.voided.iter().copied())
+            .filter(|slot| self.slot_is_fenced(*slot))
+            .collect();
+        for slot in fenced {
+            if let Some(claim) = self.claims.get_mut(&id) {
+                for source in &mut claim.sources {
+                    source.voided.retain(|voided| *voided != slot);
+                }
+            }
+            let error = Error::new(ErrorKind::Cancelled, "an earlier attempt").because("the offer was restarted");
+            self.end_slot(now, slot, Verdict::Failed(error));
+        }
+    }
+
+    /// The fence took too long.
+    pub(super) fn claim_not_fenced(&mut self, now: Time, id: HandleId) {
+        let Some(claim) = self.claims.get(&id) else { return };
+        let error = match &claim.ending {
+            Some(ending) => ending.error.clone(),
+            None => Error::new(ErrorKind::Internal, "an earlier attempt of the claim")
+                .because("a data thread or device did not let go of its blocks"),
+        };
+        let links_closed = claim
+            .ending
+            .as_ref()
+            .is_none_or(|ending| ending.links.iter().all(|link| self.link_is_closed(*link)));
+        let slots: Vec<SlotKey> = claim.slots().collect();
+        if claim.ending.is_none() {
+            for &slot in &slots {
+                self.close_slot(slot);
+            }
+        }
+        let error = quarantined(&error);
+        for slot in slots {
+            if !links_closed || !self.slot_is_fenced(slot) {
+                self.quarantine_slot(now, slot, &error);
+            }
+        }
+        self.finish_claim(now, id, Err(error));
+    }
+
+    fn claim_arrived(&mut self, now: Time, id: HandleId) {
+        let bytes = self.claims.get(&id).map_or(0, |claim| claim.arrived_bytes(self));
+        self.finish_claim(now, id, Ok(Outcome::Arrived { bytes }));
+    }
+
+    /// Reports the end and tells all sources.
+    fn finish_claim(&mut self, now: Time, id: HandleId, result: Result<Outcome>) {
+        let unsent = self.claim_message(now, id);
+        let Some(claim) = self.claims.remove(&id) else { return };
+        self.timers.clear(TimerKey::Deadline(id));
+        self.timers.clear(TimerKey::Fence(id));
+        self.fencing.remove(&id);
+        self.starved.remove(&id);
+        let verdict = match &result {
+            Ok(_) => Verdict::Arrived,
+            Err(error) => Verdict::Failed(error.clone()),
+        };
+        self.complete(id, result);
+        for source in claim.sources {
+            for &slot in &source.voided {
+                self.end_slot(now, slot, verdict.clone());
+            }
+            let Some(peer) = source.peer() else { continue };
+            if let Some(slot) = source.slot
+                && self.slot_uses.get(&slot).is_some_and(|used| !used.quarantined)
+            {
+                self.ended_claims.insert((peer, id.0), slot);
+                self.end_slot(now, slot, verdict.clone());
+            }
+            if source.sent {
+                let verdict = verdict.clone();
+                self.send(now, peer, Message::ClaimEnded { claim: id.0, verdict });
+            } else if let (Some(peer), Some(message)) = (self.peers.get_mut(&peer), &unsent)
+                && peer.unsent_ends.len() < self.config.waiting_claims_max
+            {
+                peer.unsent_ends.push((message.clone(), verdict.clone()));
+            }
+        }
+    }
+
+    /// The source has noted how the claim ended: the slot may be reused.
+    pub(super) fn claim_end_acknowledged(&mut self, now: Time, peer: Incarnation, claim: u64) {
+        if let Some(slot) = self.ended_claims.remove(&(peer, claim)) {
+            self.slot_acknowledged(now, peer, slot);
+        }
+    }
+
+    /// The claim with this number, if it is open and not ending. Others were ended here: the peer has been told.
+    fn open_claim(&mut self, claim: u64) -> Option<&mut Claim> {
+        self.claims
+            .get_mut(&HandleId(claim))
+            .filter(|claim| claim.ending.is_none())
+    }
+}
+
+impl Claim {
+    fn arrived_bytes(&self, machine: &Machine) -> u64 {
+        self.sources
+            .iter()
+            .filter_map(|source| source.slot)
+            .filter_map(|slot| machine.slots.progress(slot.0, slot.1))
+            .map(|progress| progress.total_bytes)
+            .sum()
+    }
+}
+
+/// A key as the protocol takes it.
+pub(super) fn check_key(key: &[u8]) -> Result<()> {
+    if key.is_empty() || key.len() > KEY_BYTES_MAX {
+        return Err(
+            Error::new(ErrorKind::InvalidArgument, format!("a key of {} bytes", key.len()))
+                .because(format!("keys have 1 to {KEY_BYTES_MAX} bytes"))
+                .remedy("use the request id"),
+        );
+    }
+    Ok(())
+}
+
+fn protocol(what: &str) -> Error {
+    Error::new(ErrorKind::Protocol, what)
+}

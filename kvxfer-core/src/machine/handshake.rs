@@ -1,0 +1,788 @@
+//! Connections from their first byte to a session that is ready: hello, refusal, simultaneous open, resumption.
+
+use std::net::SocketAddr;
+use std::sync::Arc;
+
+use super::config::{ACKNOWLEDGE_EVERY, HANDSHAKES_MAX, VERSIONS};
+use super::peers::{Peer, PeerPool, lost};
+use super::session::{Receipt, Session};
+use super::timers::TimerKey;
+use super::types::{Action, ConnectionId, PeerChange};
+use super::{Connection, DIALED_FROM, Machine, Purpose, Stage};
+use crate::error::{Error, ErrorKind};
+use crate::id::Incarnation;
+use crate::mutants::{self, Mutant};
+use crate::time::Time;
+use crate::wire::{AuthOffer, Frame, Hello, Message, Resume};
+
+/// How a connection's handshake ended.
+struct Agreement {
+    connection: ConnectionId,
+    peer: Incarnation,
+    hello: Box<Hello>,
+    resumed: bool,
+    number: u128,
+    token: u128,
+    /// Highest number that the peer has received.
+    received: u64,
+    dialed: bool,
+}
+
+impl Machine {
+    pub(super) fn start_dial(&mut self, now: Time, purpose: Purpose, addresses: Vec<SocketAddr>) -> ConnectionId {
+        let connection = ConnectionId(DIALED_FROM | self.next_connection);
+        self.next_connection += 1;
+        let deadline = now + self.config.connect_timeout;
+        let peer = match purpose {
+            Purpose::Peer(incarnation) => Some(incarnation),
+            _ => None,
+        };
+        let token = self.random.u128();
+        self.connections.insert(
+            connection,
+            Connection {
+                stage: Stage::Dialing,
+                purpose,
+                from: None,
+                peer,
+                token,
+                hello: None,
+                resumed: false,
+                began: now,
+            },
+        );
+        self.timers.set(TimerKey::Handshake(connection), deadline);
+        self.actions.push_back(Action::Dial {
+            connection,
+            addresses,
+            deadline,
+        });
+        connection
+    }
+
+    pub(super) fn on_accepted(&mut self, now: Time, connection: ConnectionId, from: SocketAddr) {
+        let handshakes = self.connections.len().saturating_sub(self.peers.len());
+        if self.connections.contains_key(&connection) || handshakes >= HANDSHAKES_MAX {
+            self.actions.push_back(Action::Disconnect { connection });
+            return;
+        }
+        self.connections.insert(
+            connection,
+            Connection {
+                stage: Stage::Hello,
+                purpose: Purpose::Accepted,
+                from: Some(from),
+                peer: None,
+                token: 0,
+                hello: None,
+                resumed: false,
+                began: now,
+            },
+        );
+        self.timers
+            .set(TimerKey::Handshake(connection), now + self.config.connect_timeout);
+    }
+
+    pub(super) fn on_dialed(&mut self, now: Time, id: ConnectionId) {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            // Given up meanwhile.
+            self.actions.push_back(Action::Disconnect { connection: id });
+            return;
+        };
+        if connection.stage != Stage::Dialing {
+            return;
+        }
+        connection.stage = Stage::Hello;
+        connection.began = now;
+        let (expects, token) = (connection.peer, connection.token);
+        let hello = self.hello(expects, token);
+        self.actions.push_back(Action::Send {
+            connection: id,
+            frame: Frame::Hello(Box::new(hello)),
+        });
+    }
+
+    /// A connection is gone, whoever closed it.
+    pub(super) fn on_disconnected(&mut self, now: Time, id: ConnectionId, why: Error) {
+        let Some(connection) = self.connections.remove(&id) else {
+            return;
+        };
+        self.timers.clear(TimerKey::Handshake(id));
+        match connection.purpose {
+            Purpose::Resolve(socket) if connection.stage != Stage::Established => {
+                self.resolve_later(now, socket, why);
+                return;
+            }
+            _ => {}
+        }
+        let Some(incarnation) = connection.peer else { return };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
+        if peer.connection == Some(id) {
+            peer.connection = None;
+            let dialer = peer.session.as_ref().is_some_and(|session| session.dialer);
+            self.actions.push_back(Action::Peer {
+                peer: incarnation,
+                change: PeerChange::Interrupted { why: why.to_string() },
+            });
+            if dialer {
+                // The side that dialed first dials first again; the other one a little later.
+                peer.last_error = Some(why);
+                self.dial_peer(now, incarnation);
+            } else {
+                self.dial_later(now, incarnation, why);
+            }
+        } else if peer.dial == Some(id) {
+            peer.dial = None;
+            self.dial_failed_with(now, incarnation, why);
+        } else if peer.parked == Some(id) {
+            peer.parked = None;
+        } else if peer.connection.is_none() && peer.dial.is_none() && !self.timers.is_set(TimerKey::Redial(incarnation))
+        {
+            // The peer's own attempt, for which ours was given up.
+            self.dial_later(now, incarnation, why);
+        }
+    }
+
+    fn dial_failed_with(&mut self, now: Time, incarnation: Incarnation, why: Error) {
+        let parked = self.peers.get_mut(&incarnation).and_then(|peer| peer.parked.take());
+        if let Some(parked) = parked
+            && let Some(connection) = self.connections.get_mut(&parked)
+            && let Some(hello) = connection.hello.take()
+        {
+            self.accept_hello(now, parked, hello);
+            return;
+        }
+        self.dial_later(now, incarnation, why);
+    }
+
+    /// Closes a connection without further consequences.
+    pub(super) fn drop_connection(&mut self, id: ConnectionId) {
+        if self.connections.remove(&id).is_some() {
+            self.timers.clear(TimerKey::Handshake(id));
+            self.actions.push_back(Action::Disconnect { connection: id });
+        }
+    }
+
+    /// Closes a connection of which nothing good came.
+    fn give_up_connection(&mut self, now: Time, id: ConnectionId, why: Error) {
+        if self.connections.contains_key(&id) {
+            self.actions.push_back(Action::Disconnect { connection: id });
+            self.on_disconnected(now, id, why);
+        }
+    }
+
+    pub(super) fn on_handshake_timer(&mut self, now: Time, id: ConnectionId) {
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
+        if connection.stage == Stage::Established {
+            return;
+        }
+        let why = Error::new(ErrorKind::Unreachable, "the handshake").because(format!(
+            "it did not finish within {} ms",
+            self.config.connect_timeout.as_millis()
+        ));
+        self.give_up_connection(now, id, why);
+    }
+
+    pub(super) fn on_frame(&mut self, now: Time, id: ConnectionId, frame: Frame) {
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
+        match (frame, connection.stage) {
+            (Frame::Skipped, _) => {}
+            (Frame::Hello(hello), Stage::Hello) => match connection.purpose {
+                Purpose::Accepted => self.hello_of_dialer(now, id, hello),
+                _ => self.hello_of_acceptor(now, id, hello),
+            },
+            (Frame::Refuse(error), Stage::Hello | Stage::Ready) if connection.purpose != Purpose::Accepted => {
+                self.refused(now, id, error);
+            }
+            (
+                Frame::Ready {
+                    session,
+                    resumed,
+                    received,
+                },
+                Stage::Ready,
+            ) => match connection.purpose {
+                Purpose::Accepted => self.ready_of_dialer(now, id, session, resumed, received),
+                _ => self.ready_of_acceptor(now, id, session, resumed, received),
+            },
+            (
+                Frame::Message {
+                    sequence,
+                    acknowledged,
+                    message,
+                },
+                Stage::Established,
+            ) => self.message_frame(now, id, sequence, acknowledged, *message),
+            (_, stage) => {
+                let error = Error::new(ErrorKind::Protocol, "a frame that does not belong there")
+                    .because(format!("the connection is in stage {stage:?}"));
+                self.broken(now, id, error);
+            }
+        }
+    }
+
+    /// The peer broke the protocol: closes the session, or the connection if there is none yet.
+    fn broken(&mut self, now: Time, id: ConnectionId, error: Error) {
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
+        match connection.peer {
+            Some(peer) if connection.stage == Stage::Established => self.protocol_broken(now, peer, error),
+            _ => self.give_up_connection(now, id, error),
+        }
+    }
+
+    fn hello(&self, expects: Option<Incarnation>, token: u128) -> Hello {
+        let resume = expects
+            .and_then(|peer| self.peers.get(&peer))
+            .and_then(|peer| peer.session.as_ref())
+            .map(|session| Resume {
+                session: session.number,
+                received: session.received,
+            });
+        Hello {
+            versions: VERSIONS,
+            incarnation: self.incarnation,
+            name: self.config.name.clone(),
+            expects,
+            address: self.address.clone(),
+            resume,
+            token,
+            transports: self.transports.clone(),
+            pools: self.pool_adverts(),
+            auth: AuthOffer::None,
+            liveness_ms: u32::try_from(self.config.liveness.as_millis()).unwrap_or(u32::MAX),
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------ accepting
+
+    fn hello_of_dialer(&mut self, now: Time, id: ConnectionId, hello: Box<Hello>) {
+        if let Err(refusal) = self.check_hello(&hello) {
+            self.actions.push_back(Action::Send {
+                connection: id,
+                frame: Frame::Refuse(refusal),
+            });
+            self.drop_connection(id);
+            return;
+        }
+        let from = self.connections.get(&id).and_then(|connection| connection.from);
+        self.note_restarts(now, &hello, from);
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        connection.peer = Some(hello.incarnation);
+        let wins = self.incarnation < hello.incarnation;
+        let Some(peer) = self.peers.get_mut(&hello.incarnation) else {
+            self.accept_hello(now, id, hello);
+            return;
+        };
+        match peer.dial {
+            Some(_) if wins => {
+                // Simultaneous open, and ours goes first: theirs waits in case ours fails.
+                if let Some(connection) = self.connections.get_mut(&id) {
+                    connection.stage = Stage::Parked;
+                    connection.hello = Some(hello);
+                }
+                if let Some(before) = peer.parked.replace(id) {
+                    self.drop_connection(before);
+                }
+            }
+            Some(ours) => {
+                peer.dial = None;
+                self.drop_connection(ours);
+                self.accept_hello(now, id, hello);
+            }
+            None => self.accept_hello(now, id, hello),
+        }
+    }
+
+    fn accept_hello(&mut self, now: Time, id: ConnectionId, hello: Box<Hello>) {
+        let known = self
+            .peers
+            .get(&hello.incarnation)
+            .and_then(|peer| peer.session.as_ref());
+        let (number, received) = known.map_or((0, 0), |session| (session.number, session.received));
+        let resumed = known.is_some() && hello.resume.map(|resume| resume.session) == Some(number);
+        let answer = self.hello(Some(hello.incarnation), 0);
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        connection.stage = Stage::Ready;
+        connection.token = hello.token;
+        connection.resumed = resumed;
+        connection.began = now;
+        connection.hello = Some(hello);
+        self.timers
+            .set(TimerKey::Handshake(id), now + self.config.connect_timeout);
+        self.actions.push_back(Action::Send {
+            connection: id,
+            frame: Frame::Hello(Box::new(answer)),
+        });
+        self.actions.push_back(Action::Send {
+            connection: id,
+            frame: Frame::Ready {
+                session: if resumed { number } else { 0 },
+                resumed,
+                received: if resumed { received } else { 0 },
+            },
+        });
+    }
+
+    fn ready_of_dialer(&mut self, now: Time, id: ConnectionId, number: u128, resumed: bool, received: u64) {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let Some(hello) = connection.hello.take() else { return };
+        let (peer, token, began, offered) = (
+            hello.incarnation,
+            connection.token,
+            connection.began,
+            connection.resumed,
+        );
+        let known = self.peers.get(&peer);
+        let session = known.and_then(|peer| peer.session.as_ref());
+        let agreed = resumed == offered && (!resumed || session.is_some_and(|session| session.number == number));
+        let overtaken = known.is_some_and(|peer| peer.connection.is_some() && peer.established > began);
+        if !agreed || overtaken || (!resumed && number == 0) {
+            let why = Error::new(ErrorKind::Protocol, "the handshake").because("the session changed meanwhile");
+            self.give_up_connection(now, id, why);
+            return;
+        }
+        self.establish(
+            now,
+            Agreement {
+                connection: id,
+                peer,
+                hello,
+                resumed,
+                number,
+                token,
+                received,
+                dialed: false,
+            },
+        );
+    }
+
+    // -------------------------------------------------------------------------------------------- dialing
+
+    fn hello_of_acceptor(&mut self, now: Time, id: ConnectionId, hello: Box<Hello>) {
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
+        let purpose = connection.purpose;
+        if let Purpose::Peer(expected) = purpose
+            && hello.incarnation != expected
+            && !mutants::is(Mutant::AcceptOtherIncarnation)
+        {
+            self.refused(now, id, stale(expected, hello.incarnation, &hello.name));
+            return;
+        }
+        if let Err(refusal) = self.check_hello(&hello) {
+            self.refused(now, id, refusal);
+            return;
+        }
+        self.note_restarts(now, &hello, None);
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let actual = hello.incarnation;
+        if let Purpose::Resolve(socket) = purpose {
+            // From here on this is a dial of a known peer.
+            let address = crate::wire::EndpointAddress {
+                incarnation: Some(actual),
+                ..hello.address.clone()
+            };
+            connection.purpose = Purpose::Peer(actual);
+            connection.peer = Some(actual);
+            connection.stage = Stage::Ready;
+            connection.hello = Some(hello);
+            self.resolving.remove(&socket);
+            self.timers.clear(TimerKey::Resolve(socket));
+            if self.peers.contains_key(&actual) {
+                self.drop_connection(id);
+            } else {
+                let mut peer = Peer::new(now, address, self.config.heartbeat);
+                peer.dial = Some(id);
+                self.peers.insert(actual, peer);
+                self.timers.set(TimerKey::Liveness(actual), now + self.config.liveness);
+            }
+            self.claims_resolved(now, socket, actual);
+            return;
+        }
+        if mutants::is(Mutant::AcceptOtherIncarnation) {
+            // Goes on as if the endpoint there were the expected one.
+            let expected = connection.peer.unwrap_or(actual);
+            let mut hello = hello;
+            hello.incarnation = expected;
+            connection.hello = Some(hello);
+        } else {
+            connection.hello = Some(hello);
+        }
+        connection.stage = Stage::Ready;
+    }
+
+    fn ready_of_acceptor(&mut self, now: Time, id: ConnectionId, number: u128, resumed: bool, received: u64) {
+        let Some(connection) = self.connections.get_mut(&id) else {
+            return;
+        };
+        let Some(hello) = connection.hello.take() else { return };
+        let (incarnation, token) = (hello.incarnation, connection.token);
+        let Some(peer) = self.peers.get(&incarnation) else {
+            self.drop_connection(id);
+            return;
+        };
+        let session = peer.session.as_ref();
+        if peer.connection.is_some() || (resumed && session.is_none_or(|session| session.number != number)) {
+            let why = Error::new(ErrorKind::Protocol, "the handshake").because("the session changed meanwhile");
+            self.give_up_connection(now, id, why);
+            return;
+        }
+        let number = if resumed { number } else { self.random.u128() | 1 };
+        let ours = session.filter(|_| resumed).map_or(0, |session| session.received);
+        self.actions.push_back(Action::Send {
+            connection: id,
+            frame: Frame::Ready {
+                session: number,
+                resumed,
+                received: ours,
+            },
+        });
+        self.establish(
+            now,
+            Agreement {
+                connection: id,
+                peer: incarnation,
+                hello,
+                resumed,
+                number,
+                token,
+                received,
+                dialed: true,
+            },
+        );
+    }
+
+    /// The endpoint that we dialed will not have us.
+    fn refused(&mut self, now: Time, id: ConnectionId, error: Error) {
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
+        if error.kind() == ErrorKind::Busy {
+            self.give_up_connection(now, id, error);
+            return;
+        }
+        match connection.purpose {
+            Purpose::Peer(incarnation) => self.end_peer(now, incarnation, error),
+            Purpose::Resolve(socket) => self.resolving_failed(now, socket, error),
+            Purpose::Accepted => self.drop_connection(id),
+        }
+    }
+
+    // -------------------------------------------------------------------------------------------- agreeing
+
+    /// Whether a session with whoever says this is possible.
+    fn check_hello(&self, hello: &Hello) -> crate::error::Result<()> {
+        let (low, high) = hello.versions;
+        if low > VERSIONS.1 || high < VERSIONS.0 || low > high {
+            return Err(Error::new(ErrorKind::Unsupported, "the protocol version")
+                .at(format!("endpoint {}", self.config.name))
+                .because(format!(
+                    "this endpoint speaks {} to {}, the peer {low} to {high}",
+                    VERSIONS.0, VERSIONS.1
+                ))
+                .remedy("upgrade the older side"));
+        }
+        if hello.auth != AuthOffer::None {
+            return Err(Error::new(ErrorKind::Unauthenticated, "the peer's authentication")
+                .because("this endpoint is configured for security \"none\"")
+                .remedy("configure both sides alike"));
+        }
+        if let Some(expected) = hello.expects
+            && expected != self.incarnation
+            && !mutants::is(Mutant::AcceptOtherIncarnation)
+        {
+            return Err(stale(expected, self.incarnation, &self.config.name));
+        }
+        if hello.incarnation == self.incarnation {
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, "a session of an endpoint with itself")
+                    .remedy("use the peer's address, not one's own"),
+            );
+        }
+        if !self
+            .transports
+            .iter()
+            .any(|(ours, _)| hello.transports.iter().any(|(theirs, _)| ours == theirs))
+        {
+            let names = |list: &[(String, Vec<u8>)]| {
+                list.iter()
+                    .map(|(name, _)| name.as_str())
+                    .collect::<Vec<_>>()
+                    .join(", ")
+            };
+            return Err(Error::new(ErrorKind::Unsupported, "a transport between two endpoints")
+                .because(format!(
+                    "this endpoint has [{}], the peer [{}]",
+                    names(&self.transports),
+                    names(&hello.transports)
+                ))
+                .remedy("configure a transport that both sides have, for example tcp"));
+        }
+        if self.shutdown.is_some() {
+            return Err(
+                Error::new(ErrorKind::Closed, format!("endpoint {}", self.config.name)).because("it is shutting down")
+            );
+        }
+        if !self.peers.contains_key(&hello.incarnation)
+            && hello.expects.is_some()
+            && self.peers.len() >= self.config.peers_max
+        {
+            self.check_room_for_peer()?;
+        }
+        Ok(())
+    }
+
+    /// Another incarnation answers where a known peer was: the known one is gone.
+    fn note_restarts(&mut self, now: Time, hello: &Hello, from: Option<SocketAddr>) {
+        let credible = |socket: &SocketAddr| {
+            !socket.ip().is_unspecified() && socket.port() != 0 && from.is_none_or(|from| from.ip() == socket.ip())
+        };
+        let sockets: Vec<SocketAddr> = hello.address.sockets.iter().copied().filter(credible).collect();
+        let gone: Vec<Incarnation> = self
+            .peers
+            .iter()
+            .filter(|(incarnation, peer)| {
+                **incarnation != hello.incarnation && peer.address.sockets.iter().any(|socket| sockets.contains(socket))
+            })
+            .map(|(incarnation, _)| *incarnation)
+            .collect();
+        for incarnation in gone {
+            let error = stale(incarnation, hello.incarnation, &hello.name);
+            self.end_peer(now, incarnation, error);
+        }
+    }
+
+    /// Both sides are ready: the session begins or goes on.
+    fn establish(&mut self, now: Time, agreement: Agreement) {
+        let Agreement {
+            connection: id,
+            peer: incarnation,
+            hello,
+            resumed,
+            number,
+            token,
+            received,
+            dialed,
+        } = agreement;
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.stage = Stage::Established;
+            connection.peer = Some(incarnation);
+        }
+        self.timers.clear(TimerKey::Handshake(id));
+        self.timers.clear(TimerKey::Redial(incarnation));
+        let heartbeat = self.config.heartbeat;
+        let peer = self
+            .peers
+            .entry(incarnation)
+            .or_insert_with(|| Peer::new(now, hello.address.clone(), heartbeat));
+        let leftovers = [peer.connection.take(), peer.dial.take(), peer.parked.take()];
+        for leftover in leftovers.into_iter().flatten().filter(|leftover| *leftover != id) {
+            self.drop_connection(leftover);
+        }
+        let unheard = !resumed && self.take_over_unheard(incarnation, number, token, dialed);
+        let fresh = !resumed && !unheard;
+        let undecided = if fresh {
+            self.session_replaced(now, incarnation)
+        } else {
+            Vec::new()
+        };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
+        peer.connection = Some(id);
+        peer.established = now;
+        peer.last_heard = now;
+        peer.last_error = None;
+        peer.backoff = super::config::BACKOFF_FIRST;
+        peer.name = hello.name.chars().take(256).collect();
+        peer.address.incarnation = Some(incarnation);
+        if !hello.address.sockets.is_empty() {
+            peer.address = hello.address.clone();
+            peer.address.incarnation = Some(incarnation);
+        }
+        let quarter = std::time::Duration::from_millis(u64::from(hello.liveness_ms) / 4);
+        peer.heartbeat = heartbeat.min(quarter.max(std::time::Duration::from_millis(10)));
+        peer.transports = hello.transports;
+        if !resumed {
+            peer.draining = false;
+            peer.pools = hello
+                .pools
+                .into_iter()
+                .map(|advert| {
+                    let pool = PeerPool {
+                        layout: Arc::new(advert.layout),
+                        serves: advert.serves,
+                        receives: advert.receives,
+                    };
+                    (advert.id, pool)
+                })
+                .collect();
+        }
+        if fresh {
+            peer.session = Some(Session::new(number, token, dialed));
+        }
+        let beat = peer.heartbeat;
+        let change = PeerChange::Ready {
+            name: peer.name.clone(),
+            address: peer.address.clone(),
+            resumed,
+        };
+        self.actions.push_back(Action::Peer {
+            peer: incarnation,
+            change,
+        });
+        self.timers.set(TimerKey::Heartbeat(incarnation), now + beat);
+        self.timers
+            .set(TimerKey::Liveness(incarnation), now + self.config.liveness);
+        self.open_link(now, incarnation);
+        if fresh {
+            self.send_heartbeat(now, incarnation);
+            self.session_began(now, incarnation, undecided);
+        } else {
+            self.repeat_unacknowledged(now, incarnation, if resumed { received } else { 0 });
+        }
+    }
+
+    /// If nothing was ever heard on the session that we have, the peer knows nothing of it that matters: what was to
+    /// be said on it is said on the new one.
+    fn take_over_unheard(&mut self, incarnation: Incarnation, number: u128, token: u128, dialed: bool) -> bool {
+        let session = self
+            .peers
+            .get_mut(&incarnation)
+            .and_then(|peer| peer.session.as_mut())
+            .filter(|session| session.is_unheard());
+        let Some(session) = session else { return false };
+        session.number = number;
+        session.token = token;
+        session.dialer = dialed;
+        session.confirmed = !dialed;
+        true
+    }
+
+    /// The peer has forgotten the session: everything on it is lost, except that the outcome of what was being sent
+    /// is asked for in the next.
+    fn session_replaced(&mut self, now: Time, incarnation: Incarnation) -> Vec<Message> {
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return Vec::new();
+        };
+        if peer.session.take().is_none() {
+            return Vec::new();
+        }
+        peer.verdict_acks.clear();
+        let error = lost(incarnation, &peer.name, "it came back without the session");
+        let undecided = self.undecided_with(now, incarnation);
+        self.end_handles_with(now, incarnation, &error, true);
+        undecided
+    }
+
+    fn repeat_unacknowledged(&mut self, now: Time, incarnation: Incarnation, received: u64) {
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
+        let (Some(session), Some(connection)) = (peer.session.as_mut(), peer.connection) else {
+            return;
+        };
+        if let Err(error) = session.acknowledge(received) {
+            self.protocol_broken(now, incarnation, error);
+            return;
+        }
+        let acknowledged = session.received;
+        session.acknowledged_to_peer = acknowledged;
+        peer.last_sent = now;
+        let messages = session.repeat();
+        if messages.is_empty() {
+            self.send_heartbeat(now, incarnation);
+        }
+        for (sequence, message) in messages {
+            let frame = Frame::Message {
+                sequence,
+                acknowledged,
+                message: Box::new(message),
+            };
+            self.actions.push_back(Action::Send { connection, frame });
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------- messages
+
+    fn message_frame(&mut self, now: Time, id: ConnectionId, sequence: u64, acknowledged: u64, message: Message) {
+        let Some(incarnation) = self.connections.get(&id).and_then(|connection| connection.peer) else {
+            return;
+        };
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
+        if peer.connection != Some(id) {
+            return;
+        }
+        peer.last_heard = now;
+        let Some(session) = peer.session.as_mut() else { return };
+        if let Err(error) = session.acknowledge(acknowledged) {
+            self.protocol_broken(now, incarnation, error);
+            return;
+        }
+        if !session.confirmed {
+            session.confirmed = true;
+            self.open_link(now, incarnation);
+        }
+        if sequence == 0 {
+            if message != Message::Heartbeat {
+                let error = Error::new(ErrorKind::Protocol, "a message without a number");
+                self.protocol_broken(now, incarnation, error);
+            }
+            return;
+        }
+        let receipt = self
+            .peers
+            .get_mut(&incarnation)
+            .and_then(|peer| peer.session.as_mut())
+            .map(|session| session.receive(sequence));
+        match receipt {
+            None | Some(Receipt::Duplicate) => return,
+            Some(Receipt::Gap) => {
+                let why = Error::new(ErrorKind::Protocol, format!("message {sequence}"))
+                    .because("the one before it did not come");
+                self.give_up_connection(now, id, why);
+                return;
+            }
+            Some(Receipt::New) => {}
+        }
+        if let Err(error) = self.message(now, incarnation, message) {
+            self.protocol_broken(now, incarnation, error);
+            return;
+        }
+        let behind = self
+            .peers
+            .get(&incarnation)
+            .and_then(|peer| peer.session.as_ref())
+            .is_some_and(|session| session.received - session.acknowledged_to_peer >= ACKNOWLEDGE_EVERY);
+        if behind {
+            self.send_heartbeat(now, incarnation);
+        }
+    }
+}
+
+/// The error of whoever means an earlier life of an endpoint.
+pub(super) fn stale(expected: Incarnation, actual: Incarnation, name: &str) -> Error {
+    Error::new(ErrorKind::StalePeer, format!("endpoint {expected}"))
+        .at(name.to_string())
+        .because(format!("endpoint {actual} is at that address now"))
+        .remedy("use the address that the restarted endpoint publishes")
+}

@@ -1,0 +1,489 @@
+//! Links to peers, the transfers on them, and the relay of lane fences.
+
+use super::Machine;
+use super::config::RETRY_AFTER;
+use super::timers::TimerKey;
+use super::types::{Action, HandleId, LinkCommand, PeerChange};
+use crate::error::{Error, ErrorKind, Result};
+use crate::flow::{ChunkName, ChunkState, LaneName, SendEvent, SendPart, SendSpec, TransferId};
+use crate::id::{GrantName, Incarnation};
+use crate::mutants::{self, Mutant};
+use crate::time::Time;
+use crate::transport::{LinkEvent, LinkPeer};
+use crate::wire::Message;
+use crate::wire::lane::LaneHello;
+
+/// The link to one peer, from `ConnectLink` to `LinkEvent::Closed`. It may outlive the session it was made for.
+#[derive(Debug)]
+pub(super) struct LinkState {
+    /// Which link to this peer it is.
+    pub(super) epoch: u64,
+    /// A lane is, or was, up.
+    pub(super) up: bool,
+    /// `CloseLink` was said.
+    pub(super) closing: bool,
+    pub(super) since: Time,
+}
+
+/// Whose bytes a transfer carries.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum TransferOwner {
+    /// A claim of this peer, served by an offer.
+    Member(Incarnation, u64),
+    /// A push.
+    Push(HandleId),
+    /// A read grant that is being read.
+    Serve(HandleId),
+}
+
+/// How far a transfer is on its link.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum LinkPhase {
+    /// It has no part yet.
+    Empty,
+    /// It waits for others to end.
+    Queued,
+    /// The link has it.
+    Active,
+    /// The link was told to stop.
+    Stopping,
+}
+
+/// A transfer on the way to a link, or on it.
+pub(super) struct LinkTransfer {
+    pub(super) peer: Incarnation,
+    pub(super) owner: TransferOwner,
+    pub(super) phase: LinkPhase,
+    spec: SendSpec,
+    // Kept, so that a link without room can be asked again.
+    parts: Vec<SendPart>,
+    // Acknowledged to the owner of the slot once nothing of this transfer is outstanding.
+    acknowledge: Option<GrantName>,
+}
+
+impl Machine {
+    /// Makes the link if there is none and the peer is known to be ready for it.
+    pub(super) fn open_link(&mut self, now: Time, incarnation: Incarnation) {
+        if self.links.contains_key(&incarnation) || self.shutdown_over {
+            return;
+        }
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
+        let Some(session) = peer.session.as_ref().filter(|session| session.confirmed) else {
+            return;
+        };
+        let (first, second) = if session.dialer {
+            (&self.transports, &peer.transports)
+        } else {
+            (&peer.transports, &self.transports)
+        };
+        let mut refused = Vec::new();
+        let mut taken = None;
+        for (name, _) in first {
+            if second.iter().any(|(other, _)| other == name) {
+                taken = Some(name.clone());
+                break;
+            }
+            refused.push((name.clone(), "the other side does not have it".to_string()));
+        }
+        peer.transport.clone_from(&taken);
+        peer.transports_refused.clone_from(&refused);
+        let transport = taken.clone();
+        self.actions.push_back(Action::Peer {
+            peer: incarnation,
+            change: PeerChange::Path {
+                transport: taken,
+                refused,
+            },
+        });
+        let Some(transport) = transport else { return };
+        let advert = peer
+            .transports
+            .iter()
+            .find(|(name, _)| *name == transport)
+            .map(|(_, advert)| advert.clone())
+            .unwrap_or_default();
+        self.link_epoch += 1;
+        self.links.insert(
+            incarnation,
+            LinkState {
+                epoch: self.link_epoch,
+                up: false,
+                closing: false,
+                since: now,
+            },
+        );
+        self.actions.push_back(Action::ConnectLink {
+            transport,
+            peer: LinkPeer {
+                incarnation,
+                local: self.incarnation,
+                addresses: peer.address.sockets.clone(),
+                advert,
+                token: session.token,
+                dials: session.dialer,
+            },
+        });
+        for (lane, chunks) in std::mem::take(&mut peer.pending_fences) {
+            self.actions.push_back(Action::Link {
+                peer: incarnation,
+                command: LinkCommand::FenceLane(lane, chunks),
+            });
+        }
+        self.pump(now, incarnation);
+    }
+
+    /// Closes the link. What it touches is fenced once `LinkEvent::Closed` has come.
+    pub(super) fn close_link(&mut self, now: Time, incarnation: Incarnation) {
+        let Some(link) = self.links.get_mut(&incarnation) else {
+            return;
+        };
+        if link.closing {
+            return;
+        }
+        link.closing = true;
+        link.since = now;
+        self.actions.push_back(Action::CloseLink { peer: incarnation });
+    }
+
+    /// The number of the link that is being closed, if one is.
+    pub(super) fn closing_link(&self, incarnation: Incarnation) -> Option<(Incarnation, u64)> {
+        let link = self.links.get(&incarnation).filter(|link| link.closing)?;
+        Some((incarnation, link.epoch))
+    }
+
+    /// Whether that link touches blocks no more.
+    pub(super) fn link_is_closed(&self, link: (Incarnation, u64)) -> bool {
+        self.links.get(&link.0).is_none_or(|state| state.epoch != link.1)
+    }
+
+    pub(super) fn on_link_event(&mut self, now: Time, incarnation: Incarnation, event: LinkEvent) {
+        match event {
+            LinkEvent::Up => {
+                if let Some(link) = self.links.get_mut(&incarnation) {
+                    link.up = true;
+                    link.since = now;
+                }
+            }
+            LinkEvent::Send(event) => self.send_event(now, event),
+            LinkEvent::LaneLost { lane, chunks, .. } => {
+                if self.links.get(&incarnation).is_some_and(|link| !link.closing) {
+                    self.send(now, incarnation, Message::FenceLane { lane, chunks });
+                }
+            }
+            LinkEvent::LaneFenced { lane, chunks } => {
+                if self.links.get(&incarnation).is_some_and(|link| !link.closing) {
+                    self.send(now, incarnation, Message::LaneFenced { lane, chunks });
+                }
+            }
+            LinkEvent::SlotQuiet => {}
+            LinkEvent::SlotArrived { slot, generation } => self.slot_arrived(now, (slot, generation)),
+            LinkEvent::SlotCorrupt {
+                slot,
+                generation,
+                error,
+            } => self.slot_corrupt(now, (slot, generation), error),
+            LinkEvent::Closed => {
+                self.links.remove(&incarnation);
+                self.open_link(now, incarnation);
+            }
+        }
+        self.look_at_fences(now);
+    }
+
+    pub(super) fn on_link_failed(&mut self, now: Time, incarnation: Incarnation, error: Error) {
+        let Some(link) = self.links.remove(&incarnation) else {
+            return;
+        };
+        if let Some(peer) = self.peers.get_mut(&incarnation) {
+            let transport = peer.transport.take().unwrap_or_default();
+            peer.transports_refused = vec![(transport, error.to_string())];
+            self.actions.push_back(Action::Peer {
+                peer: incarnation,
+                change: PeerChange::Path {
+                    transport: None,
+                    refused: peer.transports_refused.clone(),
+                },
+            });
+            if !link.closing {
+                // What was given to the failed link goes to the next one.
+                let stranded: Vec<TransferId> = self
+                    .link_transfers
+                    .iter()
+                    .filter(|(_, transfer)| transfer.peer == incarnation && transfer.phase == LinkPhase::Active)
+                    .map(|(id, _)| *id)
+                    .collect();
+                for id in stranded {
+                    self.requeue(id);
+                }
+            }
+            let wait = self.random.jitter(self.config.backoff_max);
+            self.timers.set(TimerKey::Link(incarnation), now + wait);
+        }
+        self.look_at_fences(now);
+    }
+
+    pub(super) fn on_link_timer(&mut self, now: Time, incarnation: Incarnation) {
+        self.open_link(now, incarnation);
+        self.pump(now, incarnation);
+    }
+
+    /// Relays the sender's wish: its lane was lost.
+    pub(super) fn fence_lane(
+        &mut self,
+        incarnation: Incarnation,
+        lane: LaneName,
+        chunks: Vec<ChunkName>,
+    ) -> Result<()> {
+        if self.links.get(&incarnation).is_some_and(|link| !link.closing) {
+            self.actions.push_back(Action::Link {
+                peer: incarnation,
+                command: LinkCommand::FenceLane(lane, chunks),
+            });
+        } else if let Some(peer) = self.peers.get_mut(&incarnation) {
+            if peer.pending_fences.len() >= FENCES_PENDING_MAX {
+                return Err(Error::new(ErrorKind::Protocol, "lane fences").because("too many are pending"));
+            }
+            peer.pending_fences.push((lane, chunks));
+        }
+        Ok(())
+    }
+
+    /// Relays the receiver's answer.
+    pub(super) fn lane_fenced(
+        &mut self,
+        incarnation: Incarnation,
+        lane: LaneName,
+        chunks: Vec<(ChunkName, ChunkState)>,
+    ) {
+        if self.links.get(&incarnation).is_some_and(|link| !link.closing) {
+            self.actions.push_back(Action::Link {
+                peer: incarnation,
+                command: LinkCommand::LaneFenced(lane, chunks),
+            });
+        }
+    }
+
+    pub(super) fn check_lane(&self, hello: &LaneHello) -> Result<Incarnation> {
+        let place = || format!("lane {}.{} of {}", hello.lane.index, hello.lane.epoch, hello.from);
+        if hello.to != self.incarnation {
+            return Err(Error::new(ErrorKind::StalePeer, "a lane for another endpoint")
+                .at(place())
+                .because(format!("it is meant for {}, this is {}", hello.to, self.incarnation)));
+        }
+        let session = self.peers.get(&hello.from).and_then(|peer| peer.session.as_ref());
+        match session {
+            Some(session) if session.token == hello.token => Ok(hello.from),
+            Some(_) => Err(Error::new(ErrorKind::Unauthenticated, "a lane of another session")
+                .at(place())
+                .because("its token is not that of the session")),
+            None => Err(Error::new(ErrorKind::PeerLost, "a lane without a session")
+                .at(place())
+                .because("there is no session with that endpoint")),
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------ transfers
+
+    /// A transfer without parts yet.
+    pub(super) fn begin_transfer(
+        &mut self,
+        peer: Incarnation,
+        owner: TransferOwner,
+        make: impl FnOnce(TransferId) -> SendSpec,
+    ) -> TransferId {
+        let id = TransferId(self.next_transfer);
+        self.next_transfer += 1;
+        let transfer = LinkTransfer {
+            peer,
+            owner,
+            phase: LinkPhase::Empty,
+            spec: make(id),
+            parts: Vec::new(),
+            acknowledge: None,
+        };
+        self.link_transfers.insert(id, transfer);
+        id
+    }
+
+    /// Gives a part to the transfer, and the transfer to the link when its turn comes.
+    pub(super) fn add_part(&mut self, now: Time, id: TransferId, part: SendPart) {
+        let Some(transfer) = self.link_transfers.get_mut(&id) else {
+            return;
+        };
+        transfer.parts.push(part.clone());
+        let peer = transfer.peer;
+        match transfer.phase {
+            LinkPhase::Active => self.actions.push_back(Action::Link {
+                peer,
+                command: LinkCommand::AddPart(id, part),
+            }),
+            LinkPhase::Empty => {
+                transfer.phase = LinkPhase::Queued;
+                let place = (u8::MAX - transfer.spec.priority, id);
+                if let Some(peer) = self.peers.get_mut(&peer) {
+                    peer.queue.insert(place);
+                }
+                self.pump(now, peer);
+            }
+            LinkPhase::Queued | LinkPhase::Stopping => {}
+        }
+    }
+
+    /// Gives waiting transfers to the link, as many as may be active.
+    pub(super) fn pump(&mut self, _now: Time, incarnation: Incarnation) {
+        if self.links.get(&incarnation).is_none_or(|link| link.closing)
+            || self.timers.is_set(TimerKey::Link(incarnation))
+        {
+            return;
+        }
+        let Some(peer) = self.peers.get_mut(&incarnation) else {
+            return;
+        };
+        while peer.active < self.config.grants_per_peer_max {
+            let Some((_, id)) = peer.queue.pop_first() else { return };
+            let Some(transfer) = self.link_transfers.get_mut(&id) else {
+                continue;
+            };
+            transfer.phase = LinkPhase::Active;
+            peer.active += 1;
+            self.actions.push_back(Action::Link {
+                peer: incarnation,
+                command: LinkCommand::Submit(transfer.spec.clone()),
+            });
+            for part in &transfer.parts {
+                self.actions.push_back(Action::Link {
+                    peer: incarnation,
+                    command: LinkCommand::AddPart(id, part.clone()),
+                });
+            }
+        }
+    }
+
+    /// Stops a transfer. `acknowledge` names the grant whose verdict is acknowledged once nothing is outstanding.
+    pub(super) fn stop_transfer(&mut self, now: Time, id: TransferId, acknowledge: Option<GrantName>) {
+        let Some(transfer) = self.link_transfers.get_mut(&id) else {
+            return;
+        };
+        transfer.acknowledge = acknowledge;
+        match transfer.phase {
+            LinkPhase::Empty | LinkPhase::Queued => self.transfer_is_over(now, id),
+            LinkPhase::Active => {
+                transfer.phase = LinkPhase::Stopping;
+                self.actions.push_back(Action::Link {
+                    peer: transfer.peer,
+                    command: LinkCommand::Stop(id),
+                });
+            }
+            LinkPhase::Stopping => {}
+        }
+    }
+
+    /// Lets go of a transfer: nothing of it is outstanding.
+    pub(super) fn transfer_is_over(&mut self, now: Time, id: TransferId) {
+        let Some(transfer) = self.link_transfers.remove(&id) else {
+            return;
+        };
+        let place = (u8::MAX - transfer.spec.priority, id);
+        if let Some(peer) = self.peers.get_mut(&transfer.peer) {
+            match transfer.phase {
+                LinkPhase::Active | LinkPhase::Stopping => {
+                    peer.active = peer.active.saturating_sub(1);
+                    self.actions.push_back(Action::Link {
+                        peer: transfer.peer,
+                        command: LinkCommand::Forget(id),
+                    });
+                }
+                LinkPhase::Empty | LinkPhase::Queued => {
+                    peer.queue.remove(&place);
+                }
+            }
+        }
+        if let Some(grant) = transfer.acknowledge {
+            self.acknowledge_verdict(now, transfer.peer, grant);
+        }
+        self.pump(now, transfer.peer);
+    }
+
+    pub(super) fn on_submit_failed(&mut self, now: Time, incarnation: Incarnation, id: TransferId, error: Error) {
+        let Some(transfer) = self.link_transfers.get(&id) else {
+            return;
+        };
+        match transfer.phase {
+            LinkPhase::Stopping => self.transfer_is_over(now, id),
+            LinkPhase::Active if matches!(error.kind(), ErrorKind::Busy | ErrorKind::Closed) => {
+                self.timers.set_earlier(TimerKey::Link(incarnation), now + RETRY_AFTER);
+                self.requeue(id);
+            }
+            LinkPhase::Active => {
+                let owner = transfer.owner;
+                self.transfer_is_over(now, id);
+                match owner {
+                    TransferOwner::Member(peer, claim) => self.end_member_from_source(now, peer, claim, error),
+                    TransferOwner::Push(handle) => self.end_push(now, handle, error),
+                    TransferOwner::Serve(handle) => self.end_serve(now, handle, error),
+                }
+            }
+            LinkPhase::Empty | LinkPhase::Queued => {}
+        }
+        self.look_at_fences(now);
+    }
+
+    fn requeue(&mut self, id: TransferId) {
+        let Some(transfer) = self.link_transfers.get_mut(&id) else {
+            return;
+        };
+        transfer.phase = LinkPhase::Queued;
+        if let Some(peer) = self.peers.get_mut(&transfer.peer) {
+            peer.active = peer.active.saturating_sub(1);
+            peer.queue.insert((u8::MAX - transfer.spec.priority, id));
+        }
+    }
+
+    /// The link to this peer is being closed for good: none of its transfers goes on.
+    pub(super) fn link_transfers_lost(&mut self, incarnation: Incarnation) {
+        self.link_transfers.retain(|_, transfer| transfer.peer != incarnation);
+        if let Some(peer) = self.peers.get_mut(&incarnation) {
+            peer.active = 0;
+            peer.queue.clear();
+            peer.pending_fences.clear();
+        }
+    }
+
+    fn send_event(&mut self, now: Time, event: SendEvent) {
+        let (SendEvent::Arrived(id) | SendEvent::Refused(id) | SendEvent::Drained(id) | SendEvent::Quiet(id)) = event;
+        let Some(transfer) = self.link_transfers.get(&id) else {
+            return;
+        };
+        let (owner, stopping) = (transfer.owner, transfer.phase == LinkPhase::Stopping);
+        if let SendEvent::Drained(_) = event {
+            if mutants::is(Mutant::SourceDecidesArrival) && !stopping {
+                self.take_for_arrived(now, owner);
+            }
+            return;
+        }
+        let arrived = matches!(event, SendEvent::Arrived(_));
+        self.transfer_is_over(now, id);
+        match owner {
+            // The owner of the destination says how it ended.
+            TransferOwner::Member(peer, claim) => self.member_transfer_over(peer, claim, id),
+            TransferOwner::Push(handle) if arrived => self.push_arrived(now, handle),
+            TransferOwner::Push(handle) if !stopping => self.push_refused(now, handle),
+            TransferOwner::Push(handle) => self.push_is_quiet(handle),
+            TransferOwner::Serve(handle) => self.serve_transfer_over(now, handle),
+        }
+    }
+
+    /// A defect on purpose: see [`Mutant::SourceDecidesArrival`].
+    fn take_for_arrived(&mut self, now: Time, owner: TransferOwner) {
+        match owner {
+            TransferOwner::Member(peer, claim) => self.member_ended(now, peer, claim, crate::wire::Verdict::Arrived),
+            TransferOwner::Push(handle) => self.push_arrived(now, handle),
+            TransferOwner::Serve(_) => {}
+        }
+    }
+}
+
+/// Lane fences kept while the link is being made, at most.
+const FENCES_PENDING_MAX: usize = 256;

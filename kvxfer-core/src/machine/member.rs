@@ -1,0 +1,655 @@
+//! Claims of peers: waiting for their offer, or served by it as its members.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::keys::EarlyEnd;
+use super::links::TransferOwner;
+use super::released::PartRange;
+use super::timers::TimerKey;
+use super::types::{Action, HandleId, MemberVerdict, Notice};
+use super::{Machine, UseOwner};
+use crate::error::{Error, ErrorKind, Result};
+use crate::flow::{PartExtent, SendPart, SendSpec, TransferId};
+use crate::id::{GrantName, Incarnation};
+use crate::layout::PoolLayout;
+use crate::mutants::{self, Mutant};
+use crate::plan::{self, Scope, Target};
+use crate::time::Time;
+use crate::wire::{Access, ClaimMessage, Grant, Message, Verdict};
+
+/// A claim of a peer, by the peer and its number there.
+#[derive(Debug)]
+pub(super) enum RemoteClaim {
+    /// No offer yet, under this key.
+    Waiting(Vec<u8>),
+    /// Served by an offer.
+    Member(Box<Member>),
+}
+
+/// A claim that has met its offer.
+#[derive(Debug)]
+pub(super) struct Member {
+    pub(super) offer: HandleId,
+    set: u128,
+    member: u16,
+    pull: bool,
+    grant: Option<MemberGrant>,
+    /// The last grant of any attempt: what is asked about when the session is lost.
+    last_grant: Option<GrantName>,
+    /// All bytes of some attempt were given to the link (push), or said to be good (pull).
+    may_have_arrived: bool,
+    /// The session on which it would be told was lost; the next one was asked.
+    asking: bool,
+    /// The destination was told that the source ends it.
+    source_ended: bool,
+}
+
+/// Where a member's bytes go, in the offer's current attempt.
+#[derive(Debug)]
+struct MemberGrant {
+    name: GrantName,
+    target: Arc<Target>,
+    layout: Arc<PoolLayout>,
+    /// For each layer of the source: its index in the grant's scope.
+    layers: Vec<Option<u16>>,
+    transfer: Option<TransferId>,
+    next_part: u32,
+    total: u64,
+    given: u64,
+    /// Pull: parts that the reader was told of and has not asked for.
+    announced: BTreeMap<u32, SendPart>,
+}
+
+impl Member {
+    pub(super) fn may_have_arrived(&self) -> bool {
+        self.may_have_arrived
+    }
+}
+
+impl Machine {
+    /// A peer's claim came.
+    pub(super) fn remote_claim(&mut self, now: Time, peer: Incarnation, claim: ClaimMessage) -> Result<()> {
+        if self.remote_claims.contains_key(&(peer, claim.claim)) {
+            return Err(protocol("a second claim with the same number"));
+        }
+        super::claim::check_key(&claim.key).map_err(|_| protocol("a claim with an impossible key"))?;
+        if claim.members == 0 || claim.member >= claim.members {
+            return Err(protocol("a claim with an impossible member number"));
+        }
+        let number = claim.claim;
+        if let Some(&offer) = self.live_keys.get(&claim.key) {
+            match self.offers.get(&offer).and_then(|offer| offer.refusal()) {
+                Some(error) => self.refuse_claim(now, peer, number, error),
+                None => self.match_claim(now, offer, peer, claim),
+            }
+            return Ok(());
+        }
+        let refusal = if let Some(error) = self.keys.refusal(now, &claim.key) {
+            Some(error.clone())
+        } else if self.draining {
+            Some(
+                Error::new(ErrorKind::NotOffered, "the key")
+                    .because("the endpoint is draining: it makes no new offers")
+                    .remedy("claim from another replica"),
+            )
+        } else {
+            None
+        };
+        if let Some(error) = refusal {
+            self.refuse_claim(now, peer, number, error);
+            return Ok(());
+        }
+        let (key, until) = (
+            claim.key.clone(),
+            now + std::time::Duration::from_millis(claim.remaining_ms),
+        );
+        if !self.keys.wait(peer, claim) {
+            let error = Error::new(ErrorKind::Busy, "one more claim that waits for its offer")
+                .because(format!("{} wait", self.keys.waiting()))
+                .remedy("retry, or raise waiting_claims_max");
+            self.refuse_claim(now, peer, number, error);
+            return Ok(());
+        }
+        self.remote_claims.insert((peer, number), RemoteClaim::Waiting(key));
+        self.timers.set(TimerKey::Waiting(peer, number), until);
+        Ok(())
+    }
+
+    fn refuse_claim(&mut self, now: Time, peer: Incarnation, claim: u64, error: Error) {
+        self.send(now, peer, Message::ClaimRefused { claim, error });
+    }
+
+    /// A claim meets its offer.
+    pub(super) fn match_claim(&mut self, now: Time, id: HandleId, peer: Incarnation, claim: ClaimMessage) {
+        let Some(offer) = self.offers.get_mut(&id) else { return };
+        let admitted = match offer.refusal() {
+            Some(error) => Err(error),
+            None => offer.admit(claim.set, claim.member, claim.members),
+        };
+        if let Err(error) = admitted {
+            self.refuse_claim(now, peer, claim.claim, error);
+            return;
+        }
+        let key = (peer, claim.claim);
+        offer.live.insert(key);
+        offer.matched = true;
+        offer.since = now;
+        let (attempt, pool) = (offer.attempt, offer.pool);
+        let member = Member {
+            offer: id,
+            set: claim.set,
+            member: claim.member,
+            pull: claim.pull,
+            grant: None,
+            last_grant: None,
+            may_have_arrived: false,
+            asking: false,
+            source_ended: false,
+        };
+        self.remote_claims.insert(key, RemoteClaim::Member(Box::new(member)));
+        self.send(
+            now,
+            peer,
+            Message::Matched {
+                claim: claim.claim,
+                attempt,
+                pool,
+            },
+        );
+        self.actions.push_back(Action::Notice {
+            handle: id,
+            notice: Notice::Matched,
+        });
+    }
+
+    /// A waiting claim has expired: its owner knows by itself, and hears nothing more.
+    pub(super) fn on_waiting_timer(&mut self, peer: Incarnation, claim: u64) {
+        if let Some(RemoteClaim::Waiting(key)) = self.remote_claims.get(&(peer, claim)) {
+            self.keys.stop_waiting(key, peer, claim);
+            self.remote_claims.remove(&(peer, claim));
+        }
+    }
+
+    fn member(&mut self, peer: Incarnation, claim: u64) -> Option<&mut Member> {
+        match self.remote_claims.get_mut(&(peer, claim)) {
+            Some(RemoteClaim::Member(member)) => Some(member),
+            _ => None,
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------ its grant
+
+    /// The destination says where to write, or what it will read.
+    pub(super) fn member_granted(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        attempt: u32,
+        grant: Grant,
+        pull: bool,
+    ) -> Result<()> {
+        if matches!(self.remote_claims.get(&(peer, claim)), Some(RemoteClaim::Waiting(_))) {
+            return Err(protocol("a grant for a claim that has not matched"));
+        }
+        if grant.name.incarnation != peer || grant.access != Access::Write {
+            return Err(protocol("a claim's grant that is not its owner's"));
+        }
+        let Some(member) = self.member(peer, claim) else {
+            self.acknowledge_verdict(now, peer, grant.name);
+            return Ok(());
+        };
+        if member.pull != pull {
+            return Err(protocol("a pulled claim that is pushed, or the other way round"));
+        }
+        let (id, ended) = (member.offer, member.source_ended);
+        let Some(offer) = self.offers.get(&id) else {
+            return Ok(());
+        };
+        if attempt > offer.attempt {
+            return Err(protocol("a grant for an attempt that is to come"));
+        }
+        if attempt < offer.attempt || ended || offer.is_ending() {
+            // It crossed a restart or an end. Nothing was, or will be, sent to it.
+            self.acknowledge_verdict(now, peer, grant.name);
+            return Ok(());
+        }
+        let keep = mutants::is(Mutant::KeepOldAttempt);
+        if self.member(peer, claim).is_some_and(|member| member.grant.is_some()) && !keep {
+            return Err(protocol("a second grant for one attempt"));
+        }
+        match self.accept_member_grant(now, peer, claim, id, grant) {
+            Ok(parts) => {
+                self.give_to_member(now, peer, claim, &parts);
+                self.check_covered(now, peer, claim);
+            }
+            Err(error) => self.end_member_from_source(now, peer, claim, error),
+        }
+        Ok(())
+    }
+
+    /// Prepares a transfer into the grant. Returns what has been released before it came.
+    fn accept_member_grant(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        id: HandleId,
+        grant: Grant,
+    ) -> Result<Vec<PartRange>> {
+        let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&grant.pool));
+        let Some(layout) = advert
+            .filter(|advert| advert.receives)
+            .map(|advert| advert.layout.clone())
+        else {
+            return Err(Error::new(
+                ErrorKind::NotRegistered,
+                format!("the destination's pool {}", grant.pool),
+            )
+            .because("it is not registered for receiving"));
+        };
+        super::check_geometry(&layout, grant.geometry_hash, grant.pool)?;
+        let Target::Selection { scope, .. } = &grant.target else {
+            return Err(Error::new(ErrorKind::Unsupported, "a claim's grant of explicit pieces"));
+        };
+        let Some(offer) = self.offers.get(&id) else {
+            return Err(super::handle_ended());
+        };
+        let Some(own) = self.pools.get(&offer.pool) else {
+            return Err(super::pool_unknown(offer.pool));
+        };
+        let layers = map_layers(&own.layout, &layout, scope);
+        let parts = offer.released.all(offer.finished.unwrap_or(0));
+        let (gate, options) = (offer.gate.clone(), offer.options.clone());
+        let total = grant.target.bytes(&layout)?;
+        let until = now + std::time::Duration::from_millis(grant.remaining_ms);
+        let deadline = offer.strict.map_or(until, |strict| strict.min(until));
+        let regions = own.regions.clone();
+        let name = grant.name;
+        let transfer = self.begin_transfer(peer, TransferOwner::Member(peer, claim), |id| SendSpec {
+            id,
+            slot: name.slot,
+            generation: name.generation,
+            gate,
+            regions,
+            message: None,
+            priority: options.priority,
+            deadline: Some(deadline),
+            checksum: options.checksum,
+        });
+        if let Some(member) = self.member(peer, claim) {
+            member.last_grant = Some(name);
+            member.grant = Some(MemberGrant {
+                name,
+                target: Arc::new(grant.target),
+                layout,
+                layers,
+                transfer: Some(transfer),
+                next_part: 0,
+                total,
+                given: 0,
+                announced: BTreeMap::new(),
+            });
+        }
+        self.uses.insert(name, UseOwner::Member(peer, claim));
+        Ok(parts)
+    }
+
+    /// Sends released parts to a member, as far as its grant covers them.
+    pub(super) fn give_to_member(&mut self, now: Time, peer: Incarnation, claim: u64, parts: &[PartRange]) {
+        for part in parts {
+            if let Err(error) = self.give_part_to_member(now, peer, claim, *part) {
+                self.end_member_from_source(now, peer, claim, error);
+                return;
+            }
+        }
+    }
+
+    fn give_part_to_member(&mut self, now: Time, peer: Incarnation, claim: u64, part: PartRange) -> Result<()> {
+        let Some(RemoteClaim::Member(member)) = self.remote_claims.get_mut(&(peer, claim)) else {
+            return Ok(());
+        };
+        if member.source_ended {
+            return Ok(());
+        }
+        let Some(offer) = self.offers.get(&member.offer) else {
+            return Ok(());
+        };
+        let (Some(grant), Some(own)) = (member.grant.as_mut(), self.pools.get(&offer.pool)) else {
+            return Ok(());
+        };
+        let (attempt, pull) = (offer.attempt, member.pull);
+        let mut made = Vec::new();
+        for (layer_start, layer_end) in grant.runs(part.layers) {
+            let extent = PartExtent {
+                token_start: part.tokens.0,
+                token_end: part.tokens.1,
+                layer_start,
+                layer_end,
+                states: part.states,
+            };
+            let stream = plan::source_stream(&own.layout, &offer.source, &grant.layout, &grant.target, extent)?;
+            if stream.length() == 0 {
+                continue;
+            }
+            grant.given += stream.length();
+            made.push(SendPart {
+                part: grant.next_part,
+                extent,
+                stream,
+            });
+            grant.next_part += 1;
+        }
+        if !pull && grant.given >= grant.total {
+            member.may_have_arrived = true;
+        }
+        let Some(transfer) = grant.transfer else { return Ok(()) };
+        if pull {
+            let told: Vec<(u32, PartExtent)> = made.iter().map(|part| (part.part, part.extent)).collect();
+            grant.announced.extend(made.into_iter().map(|part| (part.part, part)));
+            for (part, extent) in told {
+                self.send(
+                    now,
+                    peer,
+                    Message::PartReady {
+                        claim,
+                        attempt,
+                        part,
+                        extent,
+                    },
+                );
+            }
+        } else {
+            for part in made {
+                self.add_part(now, transfer, part);
+            }
+        }
+        Ok(())
+    }
+
+    /// Pull: the reader wants a part.
+    pub(super) fn read_part(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        attempt: u32,
+        part: u32,
+    ) -> Result<()> {
+        let current = match self.member(peer, claim).map(|member| member.offer) {
+            Some(offer) => self.offers.get(&offer).map(|offer| offer.attempt),
+            None => None,
+        };
+        if current != Some(attempt) {
+            return Ok(());
+        }
+        let Some(member) = self.member(peer, claim).filter(|member| !member.source_ended) else {
+            return Ok(());
+        };
+        let Some(grant) = member.grant.as_mut() else {
+            return Ok(());
+        };
+        let Some(part) = grant.announced.remove(&part) else {
+            return Err(protocol("a part to read that was not announced"));
+        };
+        if let Some(transfer) = grant.transfer {
+            self.add_part(now, transfer, part);
+        }
+        Ok(())
+    }
+
+    /// Pull: were the bytes that the reader has still what was meant?
+    pub(super) fn validate_member(&mut self, now: Time, peer: Incarnation, claim: u64, attempt: u32) {
+        let offer = self
+            .member(peer, claim)
+            .filter(|member| !member.source_ended)
+            .map(|member| member.offer)
+            .and_then(|offer| self.offers.get(&offer));
+        let live = offer.is_some_and(|offer| !offer.is_ending() && offer.attempt == attempt && !offer.gate.is_closed());
+        if live && let Some(member) = self.member(peer, claim) {
+            member.may_have_arrived = true;
+        }
+        self.send(
+            now,
+            peer,
+            Message::Validated {
+                id: claim,
+                claim: true,
+                live,
+            },
+        );
+    }
+
+    /// Once the request's length is known: whether the destination wants more than there is.
+    pub(super) fn check_covered(&mut self, now: Time, peer: Incarnation, claim: u64) {
+        let Some(RemoteClaim::Member(member)) = self.remote_claims.get(&(peer, claim)) else {
+            return;
+        };
+        let Some(end) = self.offers.get(&member.offer).and_then(|offer| offer.finished) else {
+            return;
+        };
+        let Some(Target::Selection { selection, .. }) = member.grant.as_ref().map(|grant| &*grant.target) else {
+            return;
+        };
+        let wanted = selection.groups.iter().map(|group| group.token_end).max().unwrap_or(0);
+        if wanted > end {
+            let error = Error::new(
+                ErrorKind::InvalidArgument,
+                format!("tokens {end}..{wanted} of the claim"),
+            )
+            .because(format!("the request has {end} tokens"))
+            .remedy("claim no more tokens than the request has");
+            self.end_member_from_source(now, peer, claim, error);
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------- restarting
+
+    pub(super) fn restart_member(&mut self, now: Time, peer: Incarnation, claim: u64, attempt: u32) {
+        let Some(member) = self.member(peer, claim).filter(|member| !member.source_ended) else {
+            return;
+        };
+        if let Some(grant) = member.grant.take() {
+            self.uses.remove(&grant.name);
+            match grant.transfer {
+                Some(transfer) => self.stop_transfer(now, transfer, Some(grant.name)),
+                None => self.acknowledge_verdict(now, peer, grant.name),
+            }
+        }
+        self.send(now, peer, Message::Restarted { claim, attempt });
+    }
+
+    // ---------------------------------------------------------------------------------------------- its end
+
+    /// The link is done with a member's transfer; the verdict comes from the destination.
+    pub(super) fn member_transfer_over(&mut self, peer: Incarnation, claim: u64, transfer: TransferId) {
+        if let Some(grant) = self.member(peer, claim).and_then(|member| member.grant.as_mut())
+            && grant.transfer == Some(transfer)
+        {
+            grant.transfer = None;
+        }
+    }
+
+    /// The source ends a member: tells the destination, which decides.
+    pub(super) fn end_member_from_source(&mut self, now: Time, peer: Incarnation, claim: u64, error: Error) {
+        let Some(member) = self.member(peer, claim).filter(|member| !member.source_ended) else {
+            return;
+        };
+        member.source_ended = true;
+        let transfer = member.grant.as_mut().and_then(|grant| {
+            grant.announced.clear();
+            grant.transfer
+        });
+        self.send(now, peer, Message::SourceEnded { claim, error });
+        if let Some(transfer) = transfer {
+            self.stop_transfer(now, transfer, None);
+        }
+    }
+
+    /// The destination says how a claim has ended.
+    pub(super) fn claim_ended(&mut self, now: Time, peer: Incarnation, claim: u64, verdict: Verdict) {
+        match self.remote_claims.get(&(peer, claim)) {
+            None => {}
+            Some(RemoteClaim::Waiting(key)) => {
+                let key = key.clone();
+                self.remote_claims.remove(&(peer, claim));
+                self.timers.clear(TimerKey::Waiting(peer, claim));
+                if let Some(waiting) = self.keys.stop_waiting(&key, peer, claim) {
+                    let end = EarlyEnd {
+                        peer,
+                        set: waiting.claim.set,
+                        member: waiting.claim.member,
+                        members: waiting.claim.members,
+                        verdict,
+                    };
+                    self.keys.ended_early(now, &key, end);
+                    self.timers
+                        .set_earlier(TimerKey::Keys, now + self.config.ended_keys_retention);
+                }
+            }
+            Some(RemoteClaim::Member(_)) => self.member_ended(now, peer, claim, verdict),
+        }
+        self.send(now, peer, Message::ClaimEndedAck { claim });
+    }
+
+    /// A member has ended, and its offer is looked at.
+    pub(super) fn member_ended(&mut self, now: Time, peer: Incarnation, claim: u64, verdict: Verdict) {
+        if let Some((offer, verdict)) = self.take_member(now, peer, claim, verdict) {
+            self.note_member_end(now, offer, (peer, claim), verdict);
+        }
+    }
+
+    /// A member has ended; its offer looks at that itself.
+    pub(super) fn end_member(&mut self, now: Time, peer: Incarnation, claim: u64, verdict: Verdict) {
+        let key = (peer, claim);
+        if let Some((offer, verdict)) = self.take_member(now, peer, claim, verdict) {
+            if let Some(offer) = self.offers.get_mut(&offer) {
+                offer.live.remove(&key);
+                offer.end_member_of(verdict);
+            }
+        }
+    }
+
+    fn take_member(
+        &mut self,
+        now: Time,
+        peer: Incarnation,
+        claim: u64,
+        verdict: Verdict,
+    ) -> Option<(HandleId, MemberVerdict)> {
+        if !matches!(self.remote_claims.get(&(peer, claim)), Some(RemoteClaim::Member(_))) {
+            return None;
+        }
+        let Some(RemoteClaim::Member(member)) = self.remote_claims.remove(&(peer, claim)) else {
+            return None;
+        };
+        if let Some(grant) = member.grant {
+            self.uses.remove(&grant.name);
+            if let Some(transfer) = grant.transfer {
+                self.stop_transfer(now, transfer, None);
+            }
+        }
+        if let Some(asked) = member.last_grant {
+            self.uses.remove(&asked);
+        }
+        let verdict = MemberVerdict {
+            peer,
+            set: member.set,
+            member: member.member,
+            verdict,
+        };
+        Some((member.offer, verdict))
+    }
+
+    /// A peer is lost: what its claims have come to is known only where nothing can have arrived.
+    pub(super) fn remote_claims_lost(&mut self, now: Time, peer: Incarnation, error: &Error, replaced: bool) {
+        let claims: Vec<u64> = self
+            .remote_claims
+            .range((peer, 0)..=(peer, u64::MAX))
+            .map(|((_, claim), _)| *claim)
+            .collect();
+        for claim in claims {
+            let verdict = match self.remote_claims.get(&(peer, claim)) {
+                Some(RemoteClaim::Waiting(key)) => {
+                    self.keys.stop_waiting(key, peer, claim);
+                    self.remote_claims.remove(&(peer, claim));
+                    self.timers.clear(TimerKey::Waiting(peer, claim));
+                    continue;
+                }
+                Some(RemoteClaim::Member(member)) if replaced && member.asking => {
+                    // Its transfer dies with the link; the verdict is asked for.
+                    if let Some(grant) = self.member(peer, claim).and_then(|member| member.grant.as_mut()) {
+                        grant.transfer = None;
+                    }
+                    continue;
+                }
+                Some(RemoteClaim::Member(member))
+                    if member.may_have_arrived && !mutants::is(Mutant::SayLostForUnknown) =>
+                {
+                    Verdict::Unknown
+                }
+                _ => Verdict::Failed(error.clone()),
+            };
+            self.member_ended(now, peer, claim, verdict);
+        }
+    }
+
+    /// The peer has lost the session but lives: members whose outcome is open, to be asked for in the next session.
+    pub(super) fn ask_for_members(&mut self, peer: Incarnation) -> Vec<Message> {
+        let mut asks = Vec::new();
+        for ((_, claim), remote) in self.remote_claims.range_mut((peer, 0)..=(peer, u64::MAX)) {
+            if let RemoteClaim::Member(member) = remote
+                && member.may_have_arrived
+                && let Some(grant) = member.last_grant
+            {
+                member.asking = true;
+                self.uses.insert(grant, UseOwner::Member(peer, *claim));
+                asks.push(Message::Ask { grant });
+            }
+        }
+        asks
+    }
+}
+
+impl MemberGrant {
+    /// The layers of a part as runs of neighbours in the grant's scope.
+    fn runs(&self, layers: (u16, u16)) -> Vec<(u16, u16)> {
+        let mut indices: Vec<u16> = self
+            .layers
+            .iter()
+            .take(usize::from(layers.1))
+            .skip(usize::from(layers.0))
+            .flatten()
+            .copied()
+            .collect();
+        indices.sort_unstable();
+        let mut runs: Vec<(u16, u16)> = Vec::new();
+        for index in indices {
+            match runs.last_mut() {
+                Some(run) if run.1 == index => run.1 += 1,
+                _ => runs.push((index, index + 1)),
+            }
+        }
+        runs
+    }
+}
+
+/// For each layer of the source, by its id: where the grant's scope has it.
+fn map_layers(source: &PoolLayout, destination: &PoolLayout, scope: &Scope) -> Vec<Option<u16>> {
+    let wanted: BTreeMap<&str, u16> = destination
+        .layers()
+        .iter()
+        .zip(0u16..)
+        .filter_map(|(name, layer)| Some((name.as_str(), scope.position(layer)?)))
+        .collect();
+    source
+        .layers()
+        .iter()
+        .map(|name| wanted.get(name.as_str()).copied())
+        .collect()
+}
+
+fn protocol(what: &str) -> Error {
+    Error::new(ErrorKind::Protocol, what)
+}

@@ -1,0 +1,565 @@
+//! Offers of this endpoint: blocks appended, parts released, claim sets served, and how that ends.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::Arc;
+
+use super::Machine;
+use super::claim::check_key;
+use super::member::RemoteClaim;
+use super::released::{PartRange, Released};
+use super::slots::{quarantined, unknown};
+use super::timers::TimerKey;
+use super::types::{HandleId, MemberVerdict, OfferOptions, Outcome};
+use crate::error::{Error, ErrorKind, Result};
+use crate::flow::Gate;
+use crate::id::{Incarnation, PoolId};
+use crate::layout::{BlockId, Selection};
+use crate::mutants::{self, Mutant};
+use crate::plan::{Scope, Target};
+use crate::time::Time;
+use crate::wire::Verdict;
+
+/// An open offer.
+#[derive(Debug)]
+pub(super) struct Offer {
+    pub(super) key: Vec<u8>,
+    pub(super) pool: PoolId,
+    pub(super) options: OfferOptions,
+    pub(super) attempt: u32,
+    /// The fence around every read of its blocks, one for each attempt.
+    pub(super) gate: Arc<Gate>,
+    /// Gates of earlier attempts that are not fenced yet.
+    voided: Vec<Arc<Gate>>,
+    /// The blocks appended so far, as a target, for the streams.
+    pub(super) source: Arc<Target>,
+    pub(super) released: Released,
+    pub(super) finished: Option<u32>,
+    parts: u32,
+    /// When it ends by itself, if its caller said so.
+    pub(super) strict: Option<Time>,
+    hold: Time,
+    pub(super) sets: BTreeMap<u128, ClaimSet>,
+    /// Members that have not ended.
+    pub(super) live: BTreeSet<(Incarnation, u64)>,
+    verdicts: Vec<MemberVerdict>,
+    pub(super) matched: bool,
+    ending: Option<OfferEnd>,
+    pub(super) since: Time,
+}
+
+/// One reader: its claims come from `members` endpoints.
+#[derive(Debug)]
+pub(super) struct ClaimSet {
+    pub(super) members: u16,
+    pub(super) seen: BTreeSet<u16>,
+    ended: u16,
+}
+
+#[derive(Debug)]
+struct OfferEnd {
+    /// `None` if all its readers were served.
+    why: Option<Error>,
+}
+
+impl Offer {
+    /// Why it takes no more claims, if it ends.
+    pub(super) fn refusal(&self) -> Option<Error> {
+        self.ending.as_ref().map(|end| late_claim_error(end.why.as_ref()))
+    }
+
+    pub(super) fn is_ending(&self) -> bool {
+        self.ending.is_some()
+    }
+
+    /// All readers have come, and all their members have ended.
+    fn is_served(&self) -> bool {
+        let all_ended = |set: &ClaimSet| set.ended == set.members;
+        if mutants::is(Mutant::ReleaseOfferEarly) {
+            return !self.verdicts.is_empty();
+        }
+        self.sets.len() >= usize::from(self.options.readers) && self.sets.values().all(all_ended)
+    }
+
+    pub(super) fn waits_for(&self) -> &'static str {
+        if self.ending.is_some() {
+            "fence"
+        } else if self.live.is_empty() {
+            "claim"
+        } else if self.finished.is_none() {
+            "parts"
+        } else {
+            "verdict"
+        }
+    }
+
+    fn selection(&self) -> &Selection {
+        match &*self.source {
+            Target::Selection { selection, .. } => selection,
+            Target::Descriptors(_) => &EMPTY,
+        }
+    }
+}
+
+static EMPTY: Selection = Selection { groups: Vec::new() };
+
+impl Machine {
+    pub(super) fn begin_offer(
+        &mut self,
+        now: Time,
+        key: &[u8],
+        pool: PoolId,
+        options: OfferOptions,
+    ) -> Result<HandleId> {
+        check_key(key)?;
+        self.check_new_handle("an offer")?;
+        let own = self.pool(pool)?;
+        if !own.serves {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {pool}"))
+                .because("it is not registered for serving")
+                .remedy("register it with Role::Serve or Role::Both"));
+        }
+        if options.readers == 0 {
+            return Err(Error::new(ErrorKind::InvalidArgument, "an offer for 0 readers").remedy("give at least 1"));
+        }
+        if self.live_keys.contains_key(key) {
+            return Err(
+                Error::new(ErrorKind::DuplicateKey, format!("key {}", String::from_utf8_lossy(key)))
+                    .because("an offer with this key is open")
+                    .remedy("end it first, or restart it"),
+            );
+        }
+        let layers = own.layout.layers().len();
+        let source = source_target(Selection::default());
+        let id = self.new_handle();
+        let strict = options.deadline.map(|deadline| now + deadline);
+        let first = strict.unwrap_or(now + self.config.unmatched_deadline);
+        self.timers.set(TimerKey::Deadline(id), first);
+        let offer = Offer {
+            key: key.to_vec(),
+            pool,
+            options,
+            attempt: 1,
+            gate: Gate::new(),
+            voided: Vec::new(),
+            source,
+            released: Released::new(layers),
+            finished: None,
+            parts: 0,
+            strict,
+            hold: now + self.config.hold_max,
+            sets: BTreeMap::new(),
+            live: BTreeSet::new(),
+            verdicts: Vec::new(),
+            matched: false,
+            ending: None,
+            since: now,
+        };
+        self.offers.insert(id, offer);
+        self.live_keys.insert(key.to_vec(), id);
+        self.meet_early_claims(now, key, id);
+        self.check_offer(now, id);
+        Ok(id)
+    }
+
+    /// Claims that came, or ended, before their offer.
+    fn meet_early_claims(&mut self, now: Time, key: &[u8], id: HandleId) {
+        for early in self.keys.begin(now, key) {
+            let verdict = MemberVerdict {
+                peer: early.peer,
+                set: early.set,
+                member: early.member,
+                verdict: early.verdict,
+            };
+            let Some(offer) = self.offers.get_mut(&id) else { return };
+            if offer.admit(early.set, early.member, early.members).is_ok() {
+                offer.matched = true;
+                offer.end_member_of(verdict);
+            }
+        }
+        for waiting in self.keys.take_waiting(key) {
+            self.remote_claims.remove(&(waiting.peer, waiting.claim.claim));
+            self.timers.clear(TimerKey::Waiting(waiting.peer, waiting.claim.claim));
+            self.match_claim(now, id, waiting.peer, waiting.claim);
+        }
+    }
+
+    fn open_offer(&mut self, id: HandleId) -> Result<&mut Offer> {
+        self.offers
+            .get_mut(&id)
+            .filter(|offer| offer.ending.is_none())
+            .ok_or_else(super::handle_ended)
+    }
+
+    pub(super) fn append_to_offer(&mut self, now: Time, id: HandleId, more: &Selection) -> Result<()> {
+        let pool = self.open_offer(id)?.pool;
+        let layout = self.pool(pool)?.layout.clone();
+        let offer = self.open_offer(id)?;
+        offer.check_unfinished()?;
+        let mut selection = offer.selection().clone();
+        layout.append(&mut selection, more)?;
+        offer.source = source_target(selection);
+        offer.since = now;
+        Ok(())
+    }
+
+    pub(super) fn release_part(
+        &mut self,
+        now: Time,
+        id: HandleId,
+        tokens: (u32, u32),
+        layers: (u16, u16),
+    ) -> Result<()> {
+        let parts_max = self.config.parts_max;
+        let offer = self.open_offer(id)?;
+        offer.check_unfinished()?;
+        let have = offer
+            .selection()
+            .groups
+            .iter()
+            .map(|group| group.token_end)
+            .max()
+            .unwrap_or(0);
+        if tokens.0 >= tokens.1 || tokens.1 > have {
+            return Err(Error::new(
+                ErrorKind::OutOfBounds,
+                format!("a part of tokens {}..{}", tokens.0, tokens.1),
+            )
+            .because(format!("blocks were appended for tokens below {have}"))
+            .remedy("append the blocks first, and release at least one token"));
+        }
+        if offer.parts >= parts_max {
+            return Err(Error::new(ErrorKind::Busy, "one more part")
+                .because(format!("an offer has at most {parts_max}"))
+                .remedy("release larger parts, or raise parts_max"));
+        }
+        let range = offer.released.release(tokens, layers)?;
+        offer.parts += 1;
+        offer.since = now;
+        self.give_parts(now, id, &[range]);
+        Ok(())
+    }
+
+    pub(super) fn finish_offer_input(&mut self, now: Time, id: HandleId, token_end: u32) -> Result<()> {
+        let offer = self.open_offer(id)?;
+        offer.check_unfinished()?;
+        let short = offer
+            .selection()
+            .groups
+            .iter()
+            .map(|group| group.token_end)
+            .max()
+            .unwrap_or(0);
+        if token_end > short {
+            return Err(
+                Error::new(ErrorKind::OutOfBounds, format!("a request of {token_end} tokens"))
+                    .because(format!("blocks were appended for tokens below {short}"))
+                    .remedy("append the missing blocks first"),
+            );
+        }
+        offer.finished = Some(token_end);
+        offer.since = now;
+        let rest = offer.released.release_rest(token_end);
+        self.give_parts(now, id, &rest);
+        let members: Vec<(Incarnation, u64)> = self.offers[&id].live.iter().copied().collect();
+        for (peer, claim) in members {
+            self.check_covered(now, peer, claim);
+        }
+        Ok(())
+    }
+
+    /// Gives newly released parts to all members that have a grant.
+    fn give_parts(&mut self, now: Time, id: HandleId, parts: &[PartRange]) {
+        let members: Vec<(Incarnation, u64)> = match self.offers.get(&id) {
+            Some(offer) => offer.live.iter().copied().collect(),
+            None => return,
+        };
+        for (peer, claim) in members {
+            self.give_to_member(now, peer, claim, parts);
+        }
+    }
+
+    pub(super) fn restart_offer(&mut self, now: Time, id: HandleId) -> Result<()> {
+        let pool = self.open_offer(id)?.pool;
+        let layers = self.pool(pool)?.layout.layers().len();
+        let offer = self.open_offer(id)?;
+        offer.attempt += 1;
+        offer.gate.close();
+        let gate = std::mem::replace(&mut offer.gate, Gate::new());
+        offer.voided.retain(|gate| !gate.fenced());
+        offer.voided.push(gate);
+        offer.source = source_target(Selection::default());
+        offer.released = Released::new(layers);
+        offer.finished = None;
+        offer.parts = 0;
+        offer.since = now;
+        let (attempt, members) = (offer.attempt, offer.live.iter().copied().collect::<Vec<_>>());
+        for (peer, claim) in members {
+            self.restart_member(now, peer, claim, attempt);
+        }
+        Ok(())
+    }
+
+    pub(super) fn retract_offer(&mut self, now: Time, id: HandleId, blocks: &[BlockId]) -> Result<Arc<Gate>> {
+        let offer = self.open_offer(id)?;
+        let own: BTreeSet<BlockId> = offer
+            .selection()
+            .groups
+            .iter()
+            .flat_map(|group| group.blocks.iter().copied())
+            .collect();
+        if let Some(foreign) = blocks.iter().find(|block| !own.contains(block)) {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("block {foreign}"))
+                .because("it does not belong to the offer")
+                .remedy("retract blocks that were appended to it"));
+        }
+        let gate = offer.gate.clone();
+        let error = Error::new(ErrorKind::Retracted, "the source blocks")
+            .because("they were taken back by their owner")
+            .remedy("recompute the request");
+        self.end_offer(now, id, error);
+        if mutants::is(Mutant::RetractWithoutGate) {
+            let other = Gate::new();
+            other.close();
+            return Ok(other);
+        }
+        Ok(gate)
+    }
+
+    pub(super) fn on_offer_deadline(&mut self, now: Time, id: HandleId) {
+        let (unmatched, hold_limit) = (self.config.unmatched_deadline, self.config.hold_max);
+        let Some(offer) = self.offers.get(&id).filter(|offer| offer.ending.is_none()) else {
+            return;
+        };
+        if offer.strict.is_none() && !offer.live.is_empty() && now < offer.hold {
+            let at = (now + unmatched).min(offer.hold);
+            self.timers.set(TimerKey::Deadline(id), at);
+            return;
+        }
+        let error = if !offer.matched {
+            Error::new(ErrorKind::Unclaimed, "the offer")
+                .because("no claim came before its deadline")
+                .remedy("check that the decode side was given this endpoint's address and the key")
+        } else {
+            Error::new(ErrorKind::DeadlineExceeded, "the offer")
+                .because(format!("it waited for: {}", offer.waits_for()))
+                .remedy(format!(
+                    "allow more time (an offer with open claims lives at most {} s)",
+                    hold_limit.as_secs()
+                ))
+        };
+        self.end_offer(now, id, error);
+    }
+
+    // ------------------------------------------------------------------------------------------- its end
+
+    /// Ends an offer early: nothing of its blocks is read any more. The destinations decide what became of theirs.
+    pub(super) fn end_offer(&mut self, now: Time, id: HandleId, error: Error) {
+        let Some(offer) = self.offers.get(&id).filter(|offer| offer.ending.is_none()) else {
+            return;
+        };
+        let members: Vec<(Incarnation, u64)> = offer.live.iter().copied().collect();
+        self.begin_offer_end(now, id, Some(error.clone()));
+        for (peer, claim) in members {
+            self.end_member_from_source(now, peer, claim, error.clone());
+        }
+        self.fences_changed = true;
+    }
+
+    fn begin_offer_end(&mut self, now: Time, id: HandleId, why: Option<Error>) {
+        let Some(offer) = self.offers.get_mut(&id) else { return };
+        let retracted = why.as_ref().is_some_and(|why| why.kind() == ErrorKind::Retracted);
+        if !(retracted && mutants::is(Mutant::RetractWithoutGate)) {
+            offer.gate.close();
+        }
+        offer.ending = Some(OfferEnd { why });
+        offer.since = now;
+        self.fencing.insert(id);
+        self.timers.clear(TimerKey::Deadline(id));
+        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+    }
+
+    /// Looks whether the offer has ended, or can.
+    pub(super) fn check_offer(&mut self, now: Time, id: HandleId) {
+        let Some(offer) = self.offers.get(&id) else { return };
+        if offer.ending.is_none() {
+            if !offer.is_served() {
+                return;
+            }
+            self.begin_offer_end(now, id, None);
+        }
+        let Some(offer) = self.offers.get(&id) else { return };
+        let early = mutants::is(Mutant::ReleaseOfferEarly);
+        let unguarded = mutants::is(Mutant::RetractWithoutGate);
+        let fenced = unguarded || (offer.gate.fenced() && offer.voided.iter().all(|gate| gate.fenced()));
+        if fenced && (offer.live.is_empty() || early) {
+            self.finish_offer(now, id, false);
+        }
+    }
+
+    /// Its fence, or the destinations' answers, took too long.
+    pub(super) fn offer_not_fenced(&mut self, now: Time, id: HandleId) {
+        let Some(offer) = self.offers.get_mut(&id) else { return };
+        if offer.ending.is_none() {
+            return;
+        }
+        let silent: Vec<(Incarnation, u64)> = offer.live.iter().copied().collect();
+        for (peer, claim) in silent {
+            let verdict = match self.remote_claims.get(&(peer, claim)) {
+                Some(RemoteClaim::Member(member)) if member.may_have_arrived() => Verdict::Unknown,
+                _ => {
+                    let why = Error::new(ErrorKind::Cancelled, "the claim")
+                        .because("its source ended it before all bytes were sent");
+                    Verdict::Failed(why)
+                }
+            };
+            self.end_member(now, peer, claim, verdict);
+        }
+        let Some(offer) = self.offers.get(&id) else { return };
+        let fenced = offer.gate.fenced() && offer.voided.iter().all(|gate| gate.fenced());
+        self.finish_offer(now, id, !fenced);
+    }
+
+    fn finish_offer(&mut self, now: Time, id: HandleId, hung: bool) {
+        let Some(offer) = self.offers.remove(&id) else { return };
+        self.live_keys.remove(&offer.key);
+        self.fencing.remove(&id);
+        self.timers.clear(TimerKey::Fence(id));
+        self.timers.clear(TimerKey::Deadline(id));
+        for member in &offer.live {
+            // Only a defect on purpose ends an offer with live members.
+            self.remote_claims.remove(member);
+        }
+        let served = offer.is_served();
+        let why = offer.ending.and_then(|end| end.why);
+        self.keys.ended(now, &offer.key, late_claim_error(why.as_ref()));
+        self.timers
+            .set_earlier(TimerKey::Keys, now + self.config.ended_keys_retention);
+        let arrived = offer.verdicts.iter().any(|member| member.verdict == Verdict::Arrived);
+        let result = match why {
+            Some(why) if !(served && arrived) => Err(why),
+            _ if arrived => Ok(Outcome::Released {
+                members: offer.verdicts,
+            }),
+            _ => Err(first_failure(&offer.verdicts)),
+        };
+        let result = match result {
+            _ if hung => {
+                self.sources_quarantined += 1;
+                self.quarantined_pools.insert(offer.pool);
+                let error = result.err().unwrap_or_else(|| {
+                    Error::new(ErrorKind::Internal, "the source blocks")
+                        .because("a data thread or device did not let go of them")
+                });
+                Err(quarantined(&error))
+            }
+            other => other,
+        };
+        self.complete(id, result);
+    }
+
+    /// Blocks of earlier attempts must not be overwritten before these gates are fenced.
+    pub(super) fn gates_of_earlier_attempts(&self, id: HandleId) -> Vec<Arc<Gate>> {
+        self.offers
+            .get(&id)
+            .map(|offer| offer.voided.clone())
+            .unwrap_or_default()
+    }
+
+    /// A member of an offer has ended.
+    pub(super) fn note_member_end(&mut self, now: Time, id: HandleId, key: (Incarnation, u64), verdict: MemberVerdict) {
+        let Some(offer) = self.offers.get_mut(&id) else { return };
+        offer.live.remove(&key);
+        offer.end_member_of(verdict);
+        offer.since = now;
+        self.check_offer(now, id);
+    }
+}
+
+impl Offer {
+    /// Takes a claim of a set in, or says why not.
+    pub(super) fn admit(&mut self, set: u128, member: u16, members: u16) -> Result<()> {
+        let readers = usize::from(self.options.readers);
+        let full = self.sets.len() >= readers && !mutants::is(Mutant::IgnoreReaders);
+        if !self.sets.contains_key(&set) {
+            if full {
+                return Err(already_claimed(format!(
+                    "it serves {readers} readers, which have all come"
+                )));
+            }
+            self.sets.insert(
+                set,
+                ClaimSet {
+                    members,
+                    seen: BTreeSet::new(),
+                    ended: 0,
+                },
+            );
+        }
+        let Some(known) = self.sets.get_mut(&set) else {
+            return Ok(());
+        };
+        if known.members != members {
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, format!("a claim set of {members} members"))
+                    .because(format!("another claim of the set said {}", known.members))
+                    .remedy("give the same count in all claims of a set"),
+            );
+        }
+        if !known.seen.insert(member) {
+            return Err(already_claimed(format!("member {member} of this set has come")));
+        }
+        Ok(())
+    }
+
+    pub(super) fn end_member_of(&mut self, verdict: MemberVerdict) {
+        if let Some(set) = self.sets.get_mut(&verdict.set) {
+            set.ended += 1;
+        }
+        self.verdicts.push(verdict);
+    }
+
+    fn check_unfinished(&self) -> Result<()> {
+        match self.finished {
+            None => Ok(()),
+            Some(end) => Err(Error::new(ErrorKind::InvalidArgument, "more of a finished offer")
+                .because(format!("it was finished at {end} tokens"))
+                .remedy("restart it, or offer under another key")),
+        }
+    }
+}
+
+fn already_claimed(why: String) -> Error {
+    Error::new(ErrorKind::AlreadyClaimed, "the offer")
+        .because(why)
+        .remedy("open the offer for more readers")
+}
+
+/// All layers and heads that the source has.
+fn source_target(selection: Selection) -> Arc<Target> {
+    Arc::new(Target::Selection {
+        selection,
+        scope: Scope::EVERYTHING,
+    })
+}
+
+/// What a claim is told that comes after its offer has ended in this way.
+fn late_claim_error(why: Option<&Error>) -> Error {
+    match why {
+        None => already_claimed("all its readers were served".to_string()),
+        Some(why) if matches!(why.kind(), ErrorKind::Retracted | ErrorKind::Cancelled) => why.clone(),
+        Some(why) => Error::new(ErrorKind::NotOffered, "the key")
+            .because(format!("its offer has ended: {why}"))
+            .remedy("offer it again"),
+    }
+}
+
+fn first_failure(verdicts: &[MemberVerdict]) -> Error {
+    match verdicts.first().map(|member| (&member.verdict, member.peer)) {
+        Some((Verdict::Failed(error), _)) => error.clone(),
+        Some((_, peer)) => unknown(
+            format!("the claim of endpoint {peer}"),
+            "the endpoint was lost after all bytes were sent",
+        ),
+        None => Error::new(ErrorKind::Internal, "an offer without members"),
+    }
+}

@@ -1,0 +1,673 @@
+//! Pushes into and pulls from a peer's grant.
+
+use std::sync::Arc;
+
+use super::config::BIND_AFTER;
+use super::links::{LinkPhase, TransferOwner};
+use super::slots::{SlotKey, SlotOwner, maybe_written, quarantined, unknown};
+use super::timers::TimerKey;
+use super::types::{HandleId, Outcome, TransferOptions};
+use super::{Ending, Machine, UseOwner};
+use crate::error::{Error, ErrorKind, Result};
+use crate::flow::{Gate, MESSAGE_BYTES_MAX, PartExtent, SendPart, SendSpec, TransferId};
+use crate::id::{Incarnation, PoolId};
+use crate::mutants::{self, Mutant};
+use crate::plan::{self, Target};
+use crate::time::Time;
+use crate::wire::{Access, Grant, Message, Verdict};
+
+/// An open push.
+pub(super) struct Push {
+    pub(super) peer: Incarnation,
+    pub(super) pool: PoolId,
+    grant: Grant,
+    source: Arc<Target>,
+    options: TransferOptions,
+    deadline: Time,
+    gate: Arc<Gate>,
+    transfer: Option<TransferId>,
+    bytes: u64,
+    stage: PushStage,
+    /// Why it stops, if it was told to.
+    ending: Option<Error>,
+    verdict: Option<Verdict>,
+    pub(super) since: Time,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum PushStage {
+    /// For a session.
+    Peer,
+    /// For the acknowledgement of the last byte.
+    Sending,
+    /// For the owner's verdict.
+    Asking,
+}
+
+/// An open pull.
+#[derive(Debug)]
+pub(super) struct Pull {
+    pub(super) peer: Incarnation,
+    pub(super) pool: PoolId,
+    grant: Grant,
+    target: Arc<Target>,
+    deadline: Time,
+    slot: Option<SlotKey>,
+    bytes: u64,
+    arrived: bool,
+    validating: bool,
+    ending: Option<Ending>,
+    pub(super) since: Time,
+}
+
+impl Push {
+    pub(super) fn waits_for(&self) -> &'static str {
+        match (self.stage, &self.ending) {
+            (_, Some(_)) => "fence",
+            (PushStage::Peer, _) => "peer",
+            (PushStage::Sending, _) => "acknowledgement",
+            (PushStage::Asking, _) => "verdict",
+        }
+    }
+}
+
+impl Pull {
+    pub(super) fn waits_for(&self) -> &'static str {
+        if self.ending.is_some() {
+            "fence"
+        } else if self.slot.is_none() {
+            "peer"
+        } else if self.validating {
+            "validation"
+        } else {
+            "parts"
+        }
+    }
+}
+
+impl Machine {
+    // ------------------------------------------------------------------------------------------------ push
+
+    pub(super) fn begin_push(
+        &mut self,
+        now: Time,
+        pool: PoolId,
+        source: Target,
+        grant: &Grant,
+        options: TransferOptions,
+    ) -> Result<HandleId> {
+        self.check_new_handle("a push")?;
+        let own = self.pool(pool)?;
+        if !own.serves {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {pool}"))
+                .because("it is not registered for serving")
+                .remedy("register it with Role::Serve or Role::Both"));
+        }
+        if let Target::Selection { selection, .. } = &source {
+            own.layout.check(selection)?;
+        }
+        source.bytes(&own.layout)?;
+        if options
+            .message
+            .as_ref()
+            .is_some_and(|message| message.len() > MESSAGE_BYTES_MAX)
+        {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a user message")
+                .because(format!("it has more than {MESSAGE_BYTES_MAX} bytes"))
+                .remedy("send large payloads as blocks"));
+        }
+        self.check_grant(grant, Access::Write)?;
+        if self.uses.contains_key(&grant.name) {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("grant {}", grant.name))
+                .because("it is being used")
+                .remedy("a grant is good for one transfer: ask for another"));
+        }
+        let peer = grant.name.incarnation;
+        self.check_room_on_session(peer)?;
+        self.want_grant_owner(now, grant)?;
+        let id = self.new_handle();
+        let deadline = deadline_of(now, grant, &options);
+        self.pushes.insert(
+            id,
+            Push {
+                peer,
+                pool,
+                grant: grant.clone(),
+                source: Arc::new(source),
+                options,
+                deadline,
+                gate: Gate::new(),
+                transfer: None,
+                bytes: 0,
+                stage: PushStage::Peer,
+                ending: None,
+                verdict: None,
+                since: now,
+            },
+        );
+        self.uses.insert(grant.name, UseOwner::Push(id));
+        self.timers.set(TimerKey::Deadline(id), deadline);
+        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
+            if let Err(error) = self.start_push(now, id) {
+                // Nothing has begun: the caller hears of it at once.
+                self.pushes.remove(&id);
+                self.uses.remove(&grant.name);
+                self.forget_timers(id);
+                return Err(error);
+            }
+        }
+        Ok(id)
+    }
+
+    /// There is a session: the blocks of both sides are known.
+    fn start_push(&mut self, now: Time, id: HandleId) -> Result<()> {
+        let Some(push) = self.pushes.get(&id) else {
+            return Ok(());
+        };
+        let peer = push.peer;
+        let own = self.pool(push.pool)?;
+        let layout = self.grant_layout(&push.grant)?;
+        let target = Arc::new(push.grant.target.clone());
+        let stream = plan::source_stream(&own.layout, &push.source, &layout, &target, PartExtent::WHOLE)?;
+        let (name, gate, regions) = (push.grant.name, push.gate.clone(), own.regions.clone());
+        let (options, deadline) = (push.options.clone(), push.deadline);
+        let transfer = self.begin_transfer(peer, TransferOwner::Push(id), |id| SendSpec {
+            id,
+            slot: name.slot,
+            generation: name.generation,
+            gate,
+            regions,
+            message: options.message,
+            priority: options.priority,
+            deadline: Some(deadline),
+            checksum: options.checksum,
+        });
+        if let Some(push) = self.pushes.get_mut(&id) {
+            push.bytes = stream.length();
+            push.transfer = Some(transfer);
+            push.stage = PushStage::Sending;
+            push.since = now;
+        }
+        self.timers.set(TimerKey::Bind(id), now + BIND_AFTER);
+        let part = SendPart {
+            part: 0,
+            extent: PartExtent::WHOLE,
+            stream,
+        };
+        self.add_part(now, transfer, part);
+        Ok(())
+    }
+
+    /// A session began: transfers that waited for it start.
+    pub(super) fn start_transfers(&mut self, now: Time, peer: Incarnation) {
+        let pushes: Vec<HandleId> = self
+            .pushes
+            .iter()
+            .filter(|(_, push)| push.peer == peer && push.stage == PushStage::Peer && push.ending.is_none())
+            .map(|(id, _)| *id)
+            .collect();
+        for id in pushes {
+            if let Err(error) = self.start_push(now, id) {
+                self.finish_push(now, id, Err(error));
+            }
+        }
+        let pulls: Vec<HandleId> = self
+            .pulls
+            .iter()
+            .filter(|(_, pull)| pull.peer == peer && pull.slot.is_none() && pull.ending.is_none())
+            .map(|(id, _)| *id)
+            .collect();
+        for id in pulls {
+            if let Err(error) = self.start_pull(now, id) {
+                self.finish_pull(now, id, Err(error));
+            }
+        }
+    }
+
+    /// The push lasts: the grant's owner is told who uses it, and tells the verdict when there is one.
+    pub(super) fn on_bind_timer(&mut self, now: Time, id: HandleId) {
+        if let Some(push) = self.pushes.get(&id)
+            && push.stage == PushStage::Sending
+        {
+            let (peer, grant) = (push.peer, push.grant.name);
+            self.send(now, peer, Message::Ask { grant });
+        }
+    }
+
+    /// The receiver's data plane says that all bytes are in place.
+    pub(super) fn push_arrived(&mut self, now: Time, id: HandleId) {
+        if let Some(push) = self.pushes.get_mut(&id) {
+            push.transfer = None;
+            push.verdict = Some(Verdict::Arrived);
+        }
+        self.settle_push(now, id);
+    }
+
+    /// The receiver's slot takes no more: its owner knows why.
+    pub(super) fn push_refused(&mut self, now: Time, id: HandleId) {
+        let Some(push) = self.pushes.get_mut(&id) else { return };
+        push.transfer = None;
+        if push.stage == PushStage::Asking {
+            return;
+        }
+        push.stage = PushStage::Asking;
+        push.since = now;
+        let (peer, grant) = (push.peer, push.grant.name);
+        self.send(now, peer, Message::Ask { grant });
+    }
+
+    pub(super) fn push_is_quiet(&mut self, id: HandleId) {
+        if let Some(push) = self.pushes.get_mut(&id) {
+            push.transfer = None;
+            self.fences_changed = true;
+        }
+    }
+
+    pub(super) fn push_verdict(&mut self, now: Time, id: HandleId, verdict: Verdict) {
+        if let Some(push) = self.pushes.get_mut(&id) {
+            push.verdict = Some(verdict);
+            push.gate.close();
+            let transfer = push.transfer.take();
+            if let Some(transfer) = transfer {
+                self.stop_transfer(now, transfer, None);
+            }
+        }
+        self.settle_push(now, id);
+    }
+
+    /// Ends a push from this side: posts nothing more, then asks.
+    pub(super) fn end_push(&mut self, now: Time, id: HandleId, error: Error) {
+        let Some(push) = self.pushes.get_mut(&id).filter(|push| push.ending.is_none()) else {
+            return;
+        };
+        push.gate.close();
+        push.ending = Some(error.clone());
+        push.since = now;
+        let begun = push.stage != PushStage::Peer;
+        let (peer, grant, transfer) = (push.peer, push.grant.name, push.transfer);
+        self.fencing.insert(id);
+        self.timers.clear(TimerKey::Deadline(id));
+        self.timers.clear(TimerKey::Bind(id));
+        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        if begun {
+            if let Some(transfer) = transfer {
+                self.stop_transfer(now, transfer, None);
+            }
+            self.send(now, peer, Message::GrantEnded { grant, error });
+        } else if let Some(push) = self.pushes.get_mut(&id) {
+            push.verdict = Some(Verdict::Failed(error));
+        }
+        self.fences_changed = true;
+    }
+
+    /// Reports the end once there is a verdict and nothing reads the source.
+    pub(super) fn settle_push(&mut self, now: Time, id: HandleId) {
+        let Some(push) = self.pushes.get(&id) else { return };
+        let Some(verdict) = push.verdict.clone() else { return };
+        if !push.gate.close() {
+            if self.fencing.insert(id) {
+                self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+            }
+            return;
+        }
+        let bytes = push.bytes;
+        let result = match verdict {
+            Verdict::Arrived => Ok(Outcome::Transferred { bytes }),
+            // Its own reason, not the owner's echo of it.
+            Verdict::Failed(error) => Err(push.ending.clone().unwrap_or(error)),
+            Verdict::Unknown => Err(unknown(
+                format!("the push into grant {}", push.grant.name),
+                "its owner does not remember it",
+            )),
+        };
+        self.finish_push(now, id, result);
+    }
+
+    pub(super) fn push_not_fenced(&mut self, now: Time, id: HandleId) {
+        let Some(push) = self.pushes.get_mut(&id) else { return };
+        let error = push.ending.clone().unwrap_or_else(|| {
+            Error::new(ErrorKind::Internal, "the push")
+                .because("a data thread or device did not let go of the source blocks")
+        });
+        let error = if !push.gate.close() {
+            self.sources_quarantined += 1;
+            self.quarantined_pools.insert(push.pool);
+            quarantined(&error)
+        } else {
+            match &push.verdict {
+                Some(Verdict::Failed(_)) => error,
+                // Nothing was heard of the owner: its bytes may all have arrived.
+                _ => unknown(
+                    format!("the push into grant {}", push.grant.name),
+                    format!("it was ended ({error}) and its owner did not answer"),
+                ),
+            }
+        };
+        self.finish_push(now, id, Err(error));
+    }
+
+    fn finish_push(&mut self, now: Time, id: HandleId, result: Result<Outcome>) {
+        let Some(push) = self.pushes.remove(&id) else { return };
+        push.gate.close();
+        self.uses.remove(&push.grant.name);
+        self.forget_timers(id);
+        if push.stage != PushStage::Peer {
+            match push.transfer {
+                Some(transfer) => self.stop_transfer(now, transfer, Some(push.grant.name)),
+                None => self.acknowledge_verdict(now, push.peer, push.grant.name),
+            }
+        }
+        self.complete(id, result);
+    }
+
+    pub(super) fn pushes_lost(&mut self, now: Time, peer: Incarnation, error: &Error, replaced: bool) {
+        let pushes: Vec<HandleId> = self
+            .pushes
+            .iter()
+            .filter(|(_, push)| push.peer == peer)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in pushes {
+            let Some(push) = self.pushes.get_mut(&id) else { continue };
+            push.gate.close();
+            let queued = push
+                .transfer
+                .take()
+                .and_then(|transfer| self.link_transfers.get(&transfer))
+                .is_some_and(|transfer| transfer.phase == LinkPhase::Queued);
+            if replaced && push.stage == PushStage::Asking {
+                continue;
+            }
+            if push.verdict.is_none() {
+                let told = push.ending.clone().unwrap_or_else(|| error.clone());
+                let may_have_arrived =
+                    push.stage != PushStage::Peer && !queued && !mutants::is(Mutant::SayLostForUnknown);
+                if may_have_arrived {
+                    push.verdict = Some(Verdict::Unknown);
+                    push.ending = None;
+                } else {
+                    push.verdict = Some(Verdict::Failed(told));
+                }
+            }
+            self.settle_push(now, id);
+        }
+    }
+
+    /// The peer has lost the session but lives: pushes cannot go on, and their outcome is asked for in the next.
+    pub(super) fn ask_for_pushes(&mut self, now: Time, peer: Incarnation) -> Vec<Message> {
+        let mut asks = Vec::new();
+        for push in self.pushes.values_mut().filter(|push| push.peer == peer) {
+            if push.stage == PushStage::Peer || push.verdict.is_some() {
+                continue;
+            }
+            push.stage = PushStage::Asking;
+            push.since = now;
+            let error = push.ending.clone().unwrap_or_else(|| {
+                Error::new(ErrorKind::PeerLost, "the session").because("the receiver has forgotten it")
+            });
+            asks.push(Message::GrantEnded {
+                grant: push.grant.name,
+                error,
+            });
+        }
+        asks
+    }
+
+    // ------------------------------------------------------------------------------------------------ pull
+
+    pub(super) fn begin_pull(
+        &mut self,
+        now: Time,
+        grant: &Grant,
+        pool: PoolId,
+        destination: Target,
+        options: TransferOptions,
+    ) -> Result<HandleId> {
+        self.check_new_handle("a pull")?;
+        if options.message.is_some() {
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, "a user message with a pull").because("only a push carries one")
+            );
+        }
+        let own = self.pool(pool)?;
+        if !own.receives {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {pool}"))
+                .because("it is not registered for receiving")
+                .remedy("register it with Role::Receive or Role::Both"));
+        }
+        if let Target::Selection { selection, .. } = &destination {
+            own.layout.check(selection)?;
+        }
+        let bytes = destination.bytes(&own.layout)?;
+        if bytes == 0 {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a pull of 0 bytes").remedy("select at least one token"));
+        }
+        self.check_grant(grant, Access::Read)?;
+        let peer = grant.name.incarnation;
+        self.check_room_on_session(peer)?;
+        self.want_grant_owner(now, grant)?;
+        let id = self.new_handle();
+        let deadline = deadline_of(now, grant, &options);
+        self.pulls.insert(
+            id,
+            Pull {
+                peer,
+                pool,
+                grant: grant.clone(),
+                target: Arc::new(destination),
+                deadline,
+                slot: None,
+                bytes,
+                arrived: false,
+                validating: false,
+                ending: None,
+                since: now,
+            },
+        );
+        self.timers.set(TimerKey::Deadline(id), deadline);
+        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
+            if let Err(error) = self.start_pull(now, id) {
+                self.pulls.remove(&id);
+                self.forget_timers(id);
+                return Err(error);
+            }
+        }
+        Ok(id)
+    }
+
+    fn start_pull(&mut self, now: Time, id: HandleId) -> Result<()> {
+        let Some(pull) = self.pulls.get(&id) else { return Ok(()) };
+        let (peer, pool, name, target) = (pull.peer, pull.pool, pull.grant.name, pull.target.clone());
+        let remaining_ms = pull.deadline.remaining_ms(now);
+        self.grant_layout(&pull.grant)?;
+        let geometry_hash = self.pool(pool)?.layout.geometry_hash();
+        let slot = self.open_slot(SlotOwner::Pull(id), Some(peer), pool, target.clone(), None)?;
+        let into = Grant {
+            name: self.grant_name(slot),
+            address: self.address.clone(),
+            access: Access::Write,
+            pool,
+            geometry_hash,
+            target: Target::clone(&target),
+            remaining_ms,
+        };
+        if let Some(pull) = self.pulls.get_mut(&id) {
+            pull.slot = Some(slot);
+            pull.since = now;
+        }
+        self.send(
+            now,
+            peer,
+            Message::Read {
+                read: id.0,
+                grant: name,
+                into,
+            },
+        );
+        Ok(())
+    }
+
+    pub(super) fn pull_slot_arrived(&mut self, now: Time, id: HandleId) {
+        let Some(pull) = self.pulls.get_mut(&id).filter(|pull| pull.ending.is_none()) else {
+            return;
+        };
+        if pull.arrived {
+            return;
+        }
+        pull.arrived = true;
+        pull.validating = true;
+        pull.since = now;
+        let (peer, bytes) = (pull.peer, pull.bytes);
+        if mutants::is(Mutant::SkipValidate) {
+            self.finish_pull(now, id, Ok(Outcome::Transferred { bytes }));
+            return;
+        }
+        self.send(
+            now,
+            peer,
+            Message::Validate {
+                id: id.0,
+                claim: false,
+                attempt: 0,
+            },
+        );
+    }
+
+    pub(super) fn pull_validated(&mut self, now: Time, peer: Incarnation, read: u64, live: bool) {
+        let id = HandleId(read);
+        let Some(pull) = self.pulls.get(&id) else { return };
+        if pull.peer != peer || pull.ending.is_some() || !pull.validating {
+            return;
+        }
+        let bytes = pull.bytes;
+        if live {
+            self.finish_pull(now, id, Ok(Outcome::Transferred { bytes }));
+        } else {
+            let error = Error::new(ErrorKind::Retracted, "the source blocks")
+                .because("they were taken back while they were read");
+            self.end_pull(now, id, error);
+        }
+    }
+
+    pub(super) fn read_refused(&mut self, now: Time, peer: Incarnation, read: u64, error: Error) {
+        if self.pulls.get(&HandleId(read)).is_some_and(|pull| pull.peer == peer) {
+            self.end_pull(now, HandleId(read), error);
+        }
+    }
+
+    /// Ends a pull. Bytes that the source has not called good do not count as arrived.
+    pub(super) fn end_pull(&mut self, now: Time, id: HandleId, error: Error) {
+        let Some(pull) = self.pulls.get_mut(&id).filter(|pull| pull.ending.is_none()) else {
+            return;
+        };
+        let slot = pull.slot;
+        let error = if slot.is_some() { maybe_written(&error) } else { error };
+        pull.since = now;
+        pull.ending = Some(Ending {
+            error,
+            links: Vec::new(),
+        });
+        if let Some(slot) = slot {
+            self.close_slot(slot);
+        }
+        self.fencing.insert(id);
+        self.timers.clear(TimerKey::Deadline(id));
+        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        self.fences_changed = true;
+    }
+
+    pub(super) fn look_at_pull_fence(&mut self, now: Time, id: HandleId) {
+        let Some(pull) = self.pulls.get(&id) else { return };
+        let Some(ending) = &pull.ending else { return };
+        let fenced = pull
+            .slot
+            .is_none_or(|slot| self.slot_is_fenced(slot) && ending.links.iter().all(|link| self.link_is_closed(*link)));
+        if fenced {
+            let error = ending.error.clone();
+            self.finish_pull(now, id, Err(error));
+        }
+    }
+
+    pub(super) fn pull_not_fenced(&mut self, now: Time, id: HandleId) {
+        let Some(pull) = self.pulls.get(&id) else { return };
+        let Some(ending) = &pull.ending else { return };
+        let error = quarantined(&ending.error);
+        if let Some(slot) = pull.slot {
+            self.quarantine_slot(now, slot, &error);
+        }
+        self.finish_pull(now, id, Err(error));
+    }
+
+    fn finish_pull(&mut self, now: Time, id: HandleId, result: Result<Outcome>) {
+        let Some(pull) = self.pulls.remove(&id) else { return };
+        self.forget_timers(id);
+        let verdict = match &result {
+            Ok(_) => Verdict::Arrived,
+            Err(error) => Verdict::Failed(error.clone()),
+        };
+        self.complete(id, result);
+        if let Some(slot) = pull.slot {
+            self.end_slot(now, slot, verdict.clone());
+            let grant = pull.grant.name;
+            self.send(now, pull.peer, Message::Verdict { grant, verdict });
+        }
+    }
+
+    pub(super) fn pulls_lost(&mut self, now: Time, peer: Incarnation, error: &Error) {
+        let link = self.closing_link(peer);
+        let pulls: Vec<HandleId> = self
+            .pulls
+            .iter()
+            .filter(|(_, pull)| pull.peer == peer)
+            .map(|(id, _)| *id)
+            .collect();
+        for id in pulls {
+            self.end_pull(now, id, error.clone());
+            if let Some(ending) = self.pulls.get_mut(&id).and_then(|pull| pull.ending.as_mut()) {
+                ending.links.extend(link);
+            }
+        }
+    }
+
+    // ------------------------------------------------------------------------------------------- its grant
+
+    fn check_grant(&self, grant: &Grant, access: Access) -> Result<()> {
+        if grant.access != access {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("grant {}", grant.name))
+                .because(format!("it is good for {:?}, not for {access:?}", grant.access)));
+        }
+        if grant.name.incarnation == self.incarnation {
+            return Err(Error::new(ErrorKind::InvalidArgument, format!("grant {}", grant.name))
+                .because("it is this endpoint's own")
+                .remedy("copy between pools of one process without kvxfer"));
+        }
+        Ok(())
+    }
+
+    /// A session with the grant's owner: with that incarnation, wherever the address points.
+    fn want_grant_owner(&mut self, now: Time, grant: &Grant) -> Result<()> {
+        let mut address = grant.address.clone();
+        address.incarnation = Some(grant.name.incarnation);
+        self.want_peer(now, &address)
+    }
+
+    /// The layout of the grant's pool, as its owner has told it.
+    fn grant_layout(&self, grant: &Grant) -> Result<Arc<crate::layout::PoolLayout>> {
+        let peer = grant.name.incarnation;
+        let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&grant.pool));
+        let Some(advert) = advert else {
+            return Err(Error::new(
+                ErrorKind::NotRegistered,
+                format!("pool {} of endpoint {peer}", grant.pool),
+            )
+            .because("its owner has closed it"));
+        };
+        super::check_geometry(&advert.layout, grant.geometry_hash, grant.pool)?;
+        Ok(advert.layout.clone())
+    }
+}
+
+fn deadline_of(now: Time, grant: &Grant, options: &TransferOptions) -> Time {
+    let granted = now + std::time::Duration::from_millis(grant.remaining_ms);
+    options.deadline.map_or(granted, |deadline| granted.min(now + deadline))
+}

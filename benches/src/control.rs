@@ -80,7 +80,11 @@ impl Channel {
         let writer = stream
             .try_clone()
             .map_err(|error| failed("duplicating a socket", &error))?;
-        Ok(Channel::new(stream.into(), writer.into(), format!("the side at {other}")))
+        Ok(Channel::new(
+            stream.into(),
+            writer.into(),
+            format!("the side at {other}"),
+        ))
     }
 
     /// Sends a request.
@@ -148,10 +152,11 @@ impl Channel {
             }
             scanned = self.received.len();
             if scanned > LINE_BYTES_MAX {
-                return Err(
-                    Error::new(ErrorKind::Protocol, format!("a control message over {LINE_BYTES_MAX} bytes"))
-                        .at(format!("from {}", self.other)),
-                );
+                return Err(Error::new(
+                    ErrorKind::Protocol,
+                    format!("a control message over {LINE_BYTES_MAX} bytes"),
+                )
+                .at(format!("from {}", self.other)));
             }
             if !self.wait_readable(deadline)? {
                 return Err(Error::new(
@@ -203,8 +208,7 @@ pub(crate) struct Child {
 impl Child {
     /// Starts this program again with these arguments.
     pub(crate) fn start(name: &str, arguments: &[&str]) -> Result<Child> {
-        let program =
-            std::env::current_exe().map_err(|error| failed("finding this program's file", &error))?;
+        let program = std::env::current_exe().map_err(|error| failed("finding this program's file", &error))?;
         let mut process = Command::new(&program)
             .args(arguments)
             .stdin(Stdio::piped())

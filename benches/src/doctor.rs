@@ -45,8 +45,16 @@ pub(crate) fn run(json: bool) -> Result<bool> {
         kernel(),
         cores(),
         clock(),
-        loopback("tcp over ipv4", SocketAddr::from((Ipv4Addr::LOCALHOST, 0)), Status::Fail),
-        loopback("tcp over ipv6", SocketAddr::from((Ipv6Addr::LOCALHOST, 0)), Status::Warn),
+        loopback(
+            "tcp over ipv4",
+            SocketAddr::from((Ipv4Addr::LOCALHOST, 0)),
+            Status::Fail,
+        ),
+        loopback(
+            "tcp over ipv6",
+            SocketAddr::from((Ipv6Addr::LOCALHOST, 0)),
+            Status::Warn,
+        ),
         listening(),
         socket_buffers(),
         locked_memory(),
@@ -74,7 +82,10 @@ pub(crate) fn run(json: bool) -> Result<bool> {
                 check.found
             ));
             if !check.remedy.is_empty() {
-                terminal::line(&terminal::paint(terminal::DIM, &format!("{:27} -> {}", "", check.remedy)));
+                terminal::line(&terminal::paint(
+                    terminal::DIM,
+                    &format!("{:27} -> {}", "", check.remedy),
+                ));
             }
         }
     }
@@ -117,7 +128,11 @@ fn cores() -> Check {
     let found = format!(
         "{cores}, so {data_threads} data thread{} by default, {}",
         if data_threads == 1 { "" } else { "s" },
-        if spins { "which spin before they sleep" } else { "which do not spin" }
+        if spins {
+            "which spin before they sleep"
+        } else {
+            "which do not spin"
+        }
     );
     if spins {
         report("cores", Status::Ok, found, "")
@@ -197,14 +212,22 @@ fn socket_buffers() -> Check {
     report(
         "socket buffers",
         status,
-        format!("receive at most {}, send at most {}", terminal::bytes(receive), terminal::bytes(send)),
-        format!("sysctl -w net.core.rmem_max={SOCKET_BUFFER_BYTES_WANTED} net.core.wmem_max={SOCKET_BUFFER_BYTES_WANTED}"),
+        format!(
+            "receive at most {}, send at most {}",
+            terminal::bytes(receive),
+            terminal::bytes(send)
+        ),
+        format!(
+            "sysctl -w net.core.rmem_max={SOCKET_BUFFER_BYTES_WANTED} net.core.wmem_max={SOCKET_BUFFER_BYTES_WANTED}"
+        ),
     )
 }
 
 fn locked_memory() -> Check {
     let limit = getrlimit(Resource::Memlock).current;
-    let found = limit.map_or("unlimited".to_owned(), |bytes| format!("at most {}", terminal::bytes(bytes)));
+    let found = limit.map_or("unlimited".to_owned(), |bytes| {
+        format!("at most {}", terminal::bytes(bytes))
+    });
     match limit {
         None => report("locked memory", Status::Ok, found, ""),
         Some(_) => report(
@@ -360,6 +383,8 @@ fn number(path: &str) -> Option<u64> {
 
 fn meminfo(key: &str) -> Option<u64> {
     let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     line.split_whitespace().next()?.parse().ok()
 }

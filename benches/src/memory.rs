@@ -133,7 +133,9 @@ impl Memory {
     pub fn read_words(&self, offset: usize, into: &mut [u64]) {
         assert!(offset.is_multiple_of(8) && into.len() * 8 <= self.length && offset <= self.length - into.len() * 8);
         // SAFETY: checked to be inside the mapping and aligned; `into` is a Rust slice and so cannot overlap it.
-        unsafe { std::ptr::copy_nonoverlapping(self.address().add(offset).cast::<u64>(), into.as_mut_ptr(), into.len()) }
+        unsafe {
+            std::ptr::copy_nonoverlapping(self.address().add(offset).cast::<u64>(), into.as_mut_ptr(), into.len())
+        }
     }
 
     /// Copies words in, to a byte offset that is a multiple of 8.

@@ -27,6 +27,15 @@ const PUT: u64 = 0;
 const STOP: u64 = 1;
 const GET: u64 = 2;
 
+/// The memory of one side: what puts read or write, and what gets do.
+#[derive(Clone)]
+pub struct Pools {
+    /// For [`Streams::put`] and pings.
+    pub put: Arc<Memory>,
+    /// For [`Streams::get`].
+    pub get: Arc<Memory>,
+}
+
 /// The target's listening socket.
 pub struct Listener(TcpListener);
 
@@ -57,15 +66,15 @@ impl Listener {
     ///
     /// # Errors
     /// `Transport` with the system's reason.
-    pub fn serve(&self, memory: &Arc<Memory>) -> Result<Server> {
+    pub fn serve(&self, pools: &Pools) -> Result<Server> {
         let mut threads = Vec::new();
         for _ in 0..STREAMS {
             let (stream, _) = self.0.accept().map_err(|error| failed("accepting a stream", &error))?;
             tune(&stream)?;
-            let memory = Arc::clone(memory);
+            let pools = pools.clone();
             let thread = std::thread::Builder::new()
                 .name("raw-serve".into())
-                .spawn(move || serve(&stream, &memory))
+                .spawn(move || serve(&stream, &pools))
                 .map_err(|error| failed("starting a thread", &error))?;
             threads.push(thread);
         }
@@ -96,7 +105,7 @@ impl Server {
 /// The initiator's streams.
 pub struct Streams {
     streams: Vec<TcpStream>,
-    memory: Arc<Memory>,
+    pools: Pools,
 }
 
 impl Streams {
@@ -104,7 +113,7 @@ impl Streams {
     ///
     /// # Errors
     /// `Unreachable` with the address and reason.
-    pub fn connect(address: SocketAddr, memory: &Arc<Memory>) -> Result<Streams> {
+    pub fn connect(address: SocketAddr, pools: &Pools) -> Result<Streams> {
         let mut streams = Vec::new();
         for _ in 0..STREAMS {
             let socket = tcp_socket(address)?;
@@ -120,7 +129,7 @@ impl Streams {
         }
         Ok(Streams {
             streams,
-            memory: Arc::clone(memory),
+            pools: pools.clone(),
         })
     }
 
@@ -130,10 +139,10 @@ impl Streams {
     /// `Transport` with the system's reason.
     pub fn put(&self, ours: &[u64], theirs: &[u64], block: u64) -> Result<()> {
         // Before anything is sent: a request that stops half-way would leave the stream unusable.
-        check(&self.memory, ours, block)?;
+        check(&self.pools.put, ours, block)?;
         self.each_stream(ours, theirs, block, |stream, ours, theirs, block| {
             send_header(stream, PUT, theirs, block)?;
-            send_pieces(stream, &self.memory, ours, block)?;
+            send_pieces(stream, &self.pools.put, ours, block)?;
             receive_exactly(stream, &mut [0])
         })
     }
@@ -143,10 +152,10 @@ impl Streams {
     /// # Errors
     /// `Transport` with the system's reason.
     pub fn get(&self, ours: &[u64], theirs: &[u64], block: u64) -> Result<()> {
-        check(&self.memory, ours, block)?;
+        check(&self.pools.get, ours, block)?;
         self.each_stream(ours, theirs, block, |stream, ours, theirs, block| {
             send_header(stream, GET, theirs, block)?;
-            receive_pieces(stream, &self.memory, ours, block)
+            receive_pieces(stream, &self.pools.get, ours, block)
         })
     }
 
@@ -169,13 +178,16 @@ impl Streams {
         let mut times = Vec::with_capacity(rounds as usize);
         for round in 0..u64::from(rounds) {
             let begun = Instant::now();
-            mark(&self.memory, ours, block, round);
-            send_with_header(stream, &self.memory, ours, theirs, block)?;
+            mark(&self.pools.put, ours, block, round);
+            send_with_header(stream, &self.pools.put, ours, theirs, block)?;
             let (count, bytes, offset) = receive_header(stream)?.one()?;
-            receive_pieces(stream, &self.memory, &[offset], bytes)?;
+            receive_pieces(stream, &self.pools.put, &[offset], bytes)?;
             times.push(begun.elapsed());
-            if count != 1 || !is_marked(&self.memory, offset, bytes, round + PONG_MARK) {
-                return Err(Error::new(ErrorKind::Corrupt, format!("round trip {round} of the baseline")));
+            if count != 1 || !is_marked(&self.pools.put, offset, bytes, round + PONG_MARK) {
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format!("round trip {round} of the baseline"),
+                ));
             }
         }
         Ok(times)
@@ -237,7 +249,7 @@ pub fn is_marked(memory: &Memory, offset: u64, block: u64, number: u64) -> bool 
     memory.word(offset as usize) == number && memory.word((offset + block - 8) as usize) == number
 }
 
-fn serve(stream: &TcpStream, memory: &Memory) -> Result<()> {
+fn serve(stream: &TcpStream, pools: &Pools) -> Result<()> {
     loop {
         let header = match receive_header(stream) {
             Ok(header) => header,
@@ -247,13 +259,13 @@ fn serve(stream: &TcpStream, memory: &Memory) -> Result<()> {
         match header.operation {
             STOP => return Ok(()),
             PUT if header.offsets.len() == 1 && header.block <= PING_BYTES_MAX && header.answer_to.is_some() => {
-                answer_ping(stream, memory, &header)?;
+                answer_ping(stream, &pools.put, &header)?;
             }
             PUT => {
-                receive_pieces(stream, memory, &header.offsets, header.block)?;
+                receive_pieces(stream, &pools.put, &header.offsets, header.block)?;
                 send_exactly(stream, &[1])?;
             }
-            GET => send_pieces(stream, memory, &header.offsets, header.block)?,
+            GET => send_pieces(stream, &pools.get, &header.offsets, header.block)?,
             other => {
                 return Err(Error::new(ErrorKind::Protocol, format!("operation {other}"))
                     .at("the baseline's stream")
@@ -276,8 +288,19 @@ fn answer_ping(stream: &TcpStream, memory: &Memory, header: &Header) -> Result<(
             format!("ping {number} of the baseline is torn"),
         ));
     }
-    mark(memory, answer_source(memory, header.block), header.block, number + PONG_MARK);
-    send_with_header(stream, memory, answer_source(memory, header.block), answer, header.block)
+    mark(
+        memory,
+        answer_source(memory, header.block),
+        header.block,
+        number + PONG_MARK,
+    );
+    send_with_header(
+        stream,
+        memory,
+        answer_source(memory, header.block),
+        answer,
+        header.block,
+    )
 }
 
 /// Where the answering side keeps the block it sends: the pool's last.
@@ -423,12 +446,11 @@ fn check(memory: &Memory, offsets: &[u64], block: u64) -> Result<()> {
         .find(|&&offset| offset.checked_add(block).is_none_or(|end| end > length))
     {
         None => Ok(()),
-        Some(offset) => Err(Error::new(
-            ErrorKind::OutOfBounds,
-            format!("{block} bytes at offset {offset}"),
-        )
-        .at(format!("the baseline's pool of {length} bytes"))
-        .remedy("run both sides with the same workload and --pool-bytes")),
+        Some(offset) => Err(
+            Error::new(ErrorKind::OutOfBounds, format!("{block} bytes at offset {offset}"))
+                .at(format!("the baseline's pool of {length} bytes"))
+                .remedy("run both sides with the same workload and --pool-bytes"),
+        ),
     }
 }
 
@@ -541,9 +563,13 @@ mod tests {
         let (ours, theirs) = (Memory::touched(bytes).unwrap(), Memory::touched(bytes).unwrap());
         let listener = Listener::bind("127.0.0.1:0".parse().unwrap()).unwrap();
         let address = listener.address().unwrap();
+        let pools = |memory: &Arc<Memory>| Pools {
+            put: Arc::clone(memory),
+            get: Arc::clone(memory),
+        };
         std::thread::scope(|scope| {
-            let streams = scope.spawn(|| Streams::connect(address, &ours).unwrap());
-            let server = listener.serve(&theirs).unwrap();
+            let streams = scope.spawn(|| Streams::connect(address, &pools(&ours)).unwrap());
+            let server = listener.serve(&pools(&theirs)).unwrap();
             let streams = streams.join().unwrap();
             go(&streams, &ours, &theirs);
             streams.stop().unwrap();
@@ -562,7 +588,11 @@ mod tests {
                 stamps::poison(theirs);
                 stamps::stamp(ours, &work, 0);
                 streams
-                    .put(&work.source_offsets(), &work.destination_offsets(), work.shape.block_bytes)
+                    .put(
+                        &work.source_offsets(),
+                        &work.destination_offsets(),
+                        work.shape.block_bytes,
+                    )
                     .unwrap();
                 stamps::check_everything(theirs, &work, 0, 5).unwrap();
             });
@@ -577,7 +607,11 @@ mod tests {
             stamps::poison(ours);
             stamps::stamp(theirs, &work, 0);
             streams
-                .get(&work.destination_offsets(), &work.source_offsets(), work.shape.block_bytes)
+                .get(
+                    &work.destination_offsets(),
+                    &work.source_offsets(),
+                    work.shape.block_bytes,
+                )
                 .unwrap();
             stamps::check_everything(ours, &work, 0, 5).unwrap();
         });

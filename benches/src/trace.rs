@@ -80,7 +80,10 @@ fn read_json_lines(path: &Path, reader: impl BufRead, limit: usize) -> Result<Ve
         }
         let parsed: JsonRequest = serde_json::from_str(&line).map_err(|error| bad(error.to_string()))?;
         if !(parsed.timestamp.is_finite() && (0.0..1e13).contains(&parsed.timestamp)) {
-            return Err(bad(format!("timestamp {} is no time in milliseconds", parsed.timestamp)));
+            return Err(bad(format!(
+                "timestamp {} is no time in milliseconds",
+                parsed.timestamp
+            )));
         }
         requests.push(Request {
             at: Duration::from_secs_f64(parsed.timestamp / 1e3),

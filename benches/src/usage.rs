@@ -42,7 +42,11 @@ pub(crate) fn threads() -> Result<u64> {
 
 fn status_kib(key: &str) -> Result<u64> {
     let path = "/proc/self/status";
-    let bad = |why: String| Error::new(ErrorKind::Unsupported, format!("{key} of this process")).at(path).because(why);
+    let bad = |why: String| {
+        Error::new(ErrorKind::Unsupported, format!("{key} of this process"))
+            .at(path)
+            .because(why)
+    };
     let text = std::fs::read_to_string(path).map_err(|error| bad(error.to_string()))?;
     text.lines()
         .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))

@@ -1,5 +1,6 @@
 //! What is moved: pool shapes, and the blocks of a request in them.
 
+use kvxfer_core::layout::{Arrangement, GroupSelection, Model, PoolLayout, Selection};
 use kvxfer_core::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
@@ -20,14 +21,79 @@ pub struct Shape {
     pub blocks: u32,
     /// Bytes per block.
     pub block_bytes: u64,
-    /// Separate K and V planes: `planes` is even, and plane 2L is K of layer L.
-    pub keys_and_values: bool,
+    /// Whose cache it is; blocks of raw bytes if nobody's.
+    pub model: Option<ModelShape>,
+}
+
+/// A model's cache on one rank.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ModelShape {
+    /// The preset's name.
+    pub name: String,
+    /// Tensor-parallel size.
+    pub tensor_size: u16,
+}
+
+/// Tokens per block of the model workloads.
+pub const TOKENS_PER_BLOCK: u32 = 16;
+
+impl ModelShape {
+    /// The layout of rank 0 with so many blocks.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an unknown model or ranks that do not divide its heads.
+    pub fn layout(&self, blocks: u32) -> Result<PoolLayout> {
+        let model = Model::preset(&self.name)?;
+        model.layout(
+            0,
+            self.tensor_size,
+            TOKENS_PER_BLOCK,
+            blocks,
+            Arrangement::PER_LAYER_NHD,
+        )
+    }
 }
 
 impl Shape {
     /// Bytes of the whole pool.
     pub fn bytes(&self) -> u64 {
         u64::from(self.planes) * u64::from(self.blocks) * self.block_bytes
+    }
+
+    /// The library's description of it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for what no pool can be.
+    pub fn layout(&self) -> Result<PoolLayout> {
+        let layout = match &self.model {
+            Some(model) => model.layout(self.blocks)?,
+            None => {
+                let block_bytes = u32::try_from(self.block_bytes).map_err(|_| {
+                    Error::new(
+                        ErrorKind::InvalidArgument,
+                        format!("blocks of {} bytes", self.block_bytes),
+                    )
+                    .because("a block has less than 4 GiB")
+                    .remedy("give smaller --block-bytes or --pool-bytes")
+                })?;
+                PoolLayout::opaque(block_bytes, self.blocks)?
+            }
+        };
+        // The baseline moves the same bytes only if both agree on where blocks are.
+        let same = layout.planes().len() == self.planes as usize
+            && (0..self.planes).all(|plane| {
+                let last = self.blocks - 1;
+                layout.plane_offset(plane as usize, last).ok() == Some((0, self.offset(plane, last)))
+            });
+        if same {
+            Ok(layout)
+        } else {
+            Err(
+                Error::new(ErrorKind::Unsupported, format!("workload of {:?}", self.model))
+                    .because("its planes do not have equal blocks one after another")
+                    .remedy("use another model, or --block-bytes and --blocks"),
+            )
+        }
     }
 
     /// First byte of a block in the region.
@@ -79,7 +145,21 @@ impl Work {
     /// Bytes that one stamp covers.
     pub fn unit_bytes(&self) -> usize {
         let block = self.shape.block_bytes as usize;
-        if block.is_multiple_of(STAMP_UNIT_BYTES) { STAMP_UNIT_BYTES } else { block }
+        if block.is_multiple_of(STAMP_UNIT_BYTES) {
+            STAMP_UNIT_BYTES
+        } else {
+            block
+        }
+    }
+
+    /// The source's blocks as a selection in its layout.
+    pub fn source_selection(&self, layout: &PoolLayout) -> Selection {
+        selection(layout, &self.source)
+    }
+
+    /// The destination's.
+    pub fn destination_selection(&self, layout: &PoolLayout) -> Selection {
+        selection(layout, &self.destination)
     }
 
     /// Offsets of the source's pieces in its region, in the order of the stream: plane by plane.
@@ -161,7 +241,10 @@ impl Named {
                 planes: planes as u32,
                 blocks: per_plane,
                 block_bytes,
-                keys_and_values: self == Named::W5,
+                model: (self == Named::W5).then(|| ModelShape {
+                    name: "llama-3.1-70b".into(),
+                    tensor_size: 4,
+                }),
             },
             source: random.permutation(per_plane, count),
             destination: random.permutation(per_plane, count),
@@ -180,70 +263,87 @@ pub const W4_BLOCKS_MAX: u32 = 256;
 /// # Errors
 /// `InvalidArgument` if they do not fit the pool.
 pub fn custom(pool_bytes: u64, block_bytes: u64, blocks: u32, pattern: Pattern) -> Result<Work> {
-    planar("blocks", pool_bytes, 1, block_bytes, blocks, pattern, false)
+    if block_bytes == 0 || !block_bytes.is_multiple_of(8) {
+        return Err(
+            Error::new(ErrorKind::InvalidArgument, format!("--block-bytes {block_bytes}"))
+                .because("a block is a positive multiple of 8 bytes, so that every word of it can be checked")
+                .remedy("give a multiple of 8"),
+        );
+    }
+    let shape = Shape {
+        planes: 1,
+        blocks,
+        block_bytes,
+        model: None,
+    };
+    planar("blocks".into(), pool_bytes, shape, pattern)
 }
 
-/// A request of a model's shape: `blocks` block ids in each of `planes` planes.
+/// One request of a model: all planes of the blocks that hold `tokens`.
 ///
 /// # Errors
-/// `InvalidArgument` if it does not fit the pool.
-pub fn planar(
-    name: &str,
-    pool_bytes: u64,
-    planes: u32,
-    block_bytes: u64,
-    blocks: u32,
-    pattern: Pattern,
-    keys_and_values: bool,
-) -> Result<Work> {
-    let bad = |what: String, why: &str, remedy: &str| {
-        Err(Error::new(ErrorKind::InvalidArgument, what)
-            .because(why)
-            .remedy(remedy))
+/// `InvalidArgument` for an unknown model, ranks that do not divide its heads, or a pool that is too small.
+pub fn model(pool_bytes: u64, name: &str, tensor_size: u16, tokens: u32, pattern: Pattern) -> Result<Work> {
+    let model = ModelShape {
+        name: name.to_owned(),
+        tensor_size,
     };
-    if blocks == 0 || planes == 0 {
-        return bad(
-            "a workload of 0 blocks".into(),
-            "there is nothing to move",
-            "give --blocks at least 1",
-        );
+    let layout = model.layout(1)?;
+    let shape = Shape {
+        planes: layout.planes().len() as u32,
+        blocks: tokens.div_ceil(TOKENS_PER_BLOCK),
+        block_bytes: layout.planes().first().map_or(0, |plane| plane.block_length),
+        model: Some(model),
+    };
+    planar(format!("{name}_tp{tensor_size}_{tokens}"), pool_bytes, shape, pattern)
+}
+
+/// Chooses blocks in a pool that is as large as allowed; `shape.blocks` says how many.
+fn planar(name: String, pool_bytes: u64, mut shape: Shape, pattern: Pattern) -> Result<Work> {
+    let wanted = shape.blocks;
+    if wanted == 0 {
+        return Err(Error::new(ErrorKind::InvalidArgument, "a workload of 0 blocks")
+            .because("there is nothing to move")
+            .remedy("give --blocks or --tokens at least 1"));
     }
-    if block_bytes == 0 || !block_bytes.is_multiple_of(8) {
-        return bad(
-            format!("--block-bytes {block_bytes}"),
-            "a block is a positive multiple of 8 bytes, so that every word of it can be checked",
-            "give a multiple of 8",
-        );
-    }
-    let per_plane = u32::try_from(pool_bytes / block_bytes / u64::from(planes)).unwrap_or(u32::MAX);
-    if per_plane < blocks {
+    let per_block_id = shape.block_bytes.saturating_mul(u64::from(shape.planes)).max(1);
+    shape.blocks = u32::try_from(pool_bytes / per_block_id).unwrap_or(u32::MAX);
+    if shape.blocks < wanted {
         return Err(too_small(
-            name,
+            &name,
             pool_bytes,
-            block_bytes
-                .saturating_mul(u64::from(planes))
-                .saturating_mul(u64::from(blocks)),
+            per_block_id.saturating_mul(u64::from(wanted)),
         ));
     }
+    let per_plane = shape.blocks;
     let mut random = SplitMix64::new(SCATTER_SEED);
     let mut choose = || match pattern {
-        Pattern::Random => random.permutation(per_plane, blocks),
-        Pattern::Contiguous => (0..blocks).collect(),
+        Pattern::Random => random.permutation(per_plane, wanted),
+        Pattern::Contiguous => (0..wanted).collect(),
     };
-    Ok(Work {
-        name: name.to_owned(),
-        shape: Shape {
-            planes,
-            blocks: per_plane,
-            block_bytes,
-            keys_and_values,
-        },
+    let work = Work {
+        name,
         source: choose(),
         destination: choose(),
+        shape,
         reps: 15,
         warm: 3,
         ping_pong: false,
-    })
+    };
+    work.shape.layout()?;
+    Ok(work)
+}
+
+/// Whole blocks, the same ids in every cache group.
+pub fn selection(layout: &PoolLayout, blocks: &[u32]) -> Selection {
+    let groups = layout.cache_groups().iter().map(|group| GroupSelection {
+        first_token: 0,
+        token_end: blocks.len() as u32 * group.geometry.tokens_per_block,
+        blocks: blocks.to_vec(),
+    });
+    Selection {
+        groups: groups.collect(),
+    }
 }
 
 fn offsets(shape: &Shape, blocks: &[u32]) -> Vec<u64> {
@@ -287,6 +387,25 @@ mod tests {
         let error = custom(1 << 20, 4096, 1000, Pattern::Random).unwrap_err().to_string();
         assert!(error.contains("4096000"), "{error}");
         assert!(custom(1 << 20, 12, 1, Pattern::Random).is_err());
+    }
+
+    #[test]
+    fn models_give_workloads() {
+        let work = model(1 << 30, "llama-3.1-8b", 8, 1000, Pattern::Random).unwrap();
+        assert_eq!(
+            (work.shape.planes, work.shape.block_bytes, work.source.len()),
+            (64, 4096, 63)
+        );
+        for name in ["deepseek-v3", "gemma-3-27b", "qwen3-32b"] {
+            let work = model(1 << 30, name, 8, 100, Pattern::Contiguous).unwrap();
+            let layout = work.shape.layout().unwrap();
+            layout.check(&work.source_selection(&layout)).unwrap();
+        }
+        let error = model(1 << 30, "llama-9", 8, 100, Pattern::Random)
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains("llama-3.1-70b"), "{error}");
+        assert!(model(1 << 30, "llama-3.1-8b", 3, 100, Pattern::Random).is_err());
     }
 
     #[test]

@@ -24,10 +24,7 @@ pub(crate) struct Dial {
 enum Stage {
     Connecting,
     /// Our hello is out; the answer comes in.
-    Greeting {
-        answer: [u8; HELLO_BYTES],
-        got: usize,
-    },
+    Greeting { answer: [u8; HELLO_BYTES], got: usize },
 }
 
 impl Dial {

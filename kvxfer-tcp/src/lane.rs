@@ -104,9 +104,7 @@ pub(crate) struct Lane {
 
 enum Phase {
     /// No connection. A dialing side has a timer for the next.
-    Down {
-        redial: Option<Time>,
-    },
+    Down { redial: Option<Time> },
     Dialing(Dial),
     Up(Box<Reader>, LaneName, Arc<OwnedFd>),
     /// The connection is lost and copies between its staging and blocks still run.
@@ -424,9 +422,7 @@ impl Lane {
         };
         let Some(address) = link.peer.addresses.get(self.dials % link.peer.addresses.len().max(1)) else {
             // Nowhere to dial: the runtime gave no address. The peer may still dial us.
-            self.phase = Phase::Down {
-                redial: Some(Time::from_nanos(u64::MAX)),
-            };
+            self.phase = Phase::Down { redial: Some(Time::from_nanos(u64::MAX)) };
             return;
         };
         self.dials += 1;

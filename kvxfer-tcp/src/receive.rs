@@ -379,13 +379,7 @@ impl Reader {
             }
             payload = match &mut chunk.sink {
                 Sink::Place(to) => to
-                    .pieces(
-                        &chunk.header,
-                        chunk.received,
-                        left,
-                        &mut self.segments,
-                        &mut self.pieces,
-                    )
+                    .pieces(&chunk.header, chunk.received, left, &mut self.segments, &mut self.pieces)
                     .map_err(|error| peer_error(link, self.lane, error))?,
                 Sink::Staged { buffer, from, .. } => {
                     if buffer.is_none() {

@@ -6,7 +6,9 @@ use std::sync::Arc;
 use std::{io, slice};
 
 use crc_fast::{CrcAlgorithm, Digest};
-use kvxfer_core::flow::{ByteStream, Chunk, ChunkName, ChunkState, Gate, LaneName, OwnedGateGuard, Payload};
+use kvxfer_core::flow::{
+    ByteStream, Chunk, ChunkName, ChunkState, Gate, LaneName, OwnedGateGuard, Payload,
+};
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::wire::lane::{HEADER_BYTES, LaneHeader, TRAILER_BYTES, Trailer};
 use kvxfer_core::{Error, Time};
@@ -74,10 +76,7 @@ unsafe impl Send for Scratch {}
 
 enum Item {
     /// Acknowledgements, encoded.
-    Acks {
-        bytes: Vec<u8>,
-        sent: usize,
-    },
+    Acks { bytes: Vec<u8>, sent: usize },
     Chunk(Box<OutChunk>),
 }
 
@@ -100,15 +99,8 @@ struct Checksum {
 
 enum OutPayload {
     Host(Source),
-    Staged {
-        source: Source,
-        from: u64,
-        stage: Stage,
-    },
-    Message {
-        bytes: Arc<[u8]>,
-        start: usize,
-    },
+    Staged { source: Source, from: u64, stage: Stage },
+    Message { bytes: Arc<[u8]>, start: usize },
     /// The source was taken back.
     Filler,
 }
@@ -167,9 +159,7 @@ impl Writer {
         let mut kept = VecDeque::new();
         for item in self.queue.drain(..) {
             let Item::Chunk(mut chunk) = item else { continue };
-            let OutPayload::Staged { stage, .. } = &mut chunk.payload else {
-                continue;
-            };
+            let OutPayload::Staged { stage, .. } = &mut chunk.payload else { continue };
             match std::mem::replace(stage, Stage::Waiting) {
                 Stage::Copying(mut job) => {
                     if job.poll().is_none() {
@@ -267,9 +257,7 @@ impl Writer {
                     Ok(Gathered::Whole) => {}
                     Ok(Gathered::Part) => break,
                     Ok(Gathered::TakenBack) => {
-                        let Some(Item::Chunk(chunk)) = self.queue.remove(index) else {
-                            break;
-                        };
+                        let Some(Item::Chunk(chunk)) = self.queue.remove(index) else { break };
                         self.queued_bytes -= u64::from(chunk.name.length);
                         settle_missing(link, connection.name, chunk.name, now);
                         self.settled = true;
@@ -339,9 +327,7 @@ impl Writer {
                     index += 1;
                 }
                 Ok(false) => {
-                    let Some(Item::Chunk(chunk)) = self.queue.remove(index) else {
-                        break;
-                    };
+                    let Some(Item::Chunk(chunk)) = self.queue.remove(index) else { break };
                     self.queued_bytes -= u64::from(chunk.name.length);
                     settle_missing(link, connection.name, chunk.name, now);
                     self.settled = true;
@@ -550,9 +536,7 @@ impl OutChunk {
         if covered < want {
             return Ok(Gathered::Part);
         }
-        let trailer_sent = self
-            .sent
-            .saturating_sub(HEADER_BYTES as u64 + u64::from(self.name.length)) as usize;
+        let trailer_sent = self.sent.saturating_sub(HEADER_BYTES as u64 + u64::from(self.name.length)) as usize;
         if trailer_sent == 0 {
             let checksum = self.checksum.as_ref().map_or(0, |checksum| checksum.digest.finalize());
             self.trailer = Trailer {

@@ -65,7 +65,8 @@ impl Offer {
     /// Releases a part for sending: these tokens of these layers (indices in the pool's layer list; `..` is all).
     ///
     /// # Errors
-    /// `InvalidArgument` for empty or unknown ranges or tokens not appended; `Busy` at the limit of parts.
+    /// `InvalidArgument` for empty ranges, `OutOfBounds` for layers there are not and tokens not appended; `Busy` at the
+    /// limit of parts; `Closed` after the end.
     pub fn ready(&self, tokens: Range<u32>, layers: impl RangeBounds<u16>) -> Result<()> {
         let layers = self.layer_range(layers);
         self.core

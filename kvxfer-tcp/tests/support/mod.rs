@@ -5,9 +5,9 @@
 use std::collections::HashMap;
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -319,13 +319,7 @@ impl Node {
     ) -> (SlotId, Generation) {
         let watcher = watcher.map(|watcher| watcher as Arc<dyn SlotWatcher>);
         self.slots
-            .open_target(
-                Box::new(StreamTarget { stream }),
-                regions.clone(),
-                None,
-                PoolId(0),
-                watcher,
-            )
+            .open_target(Box::new(StreamTarget { stream }), regions.clone(), None, PoolId(0), watcher)
             .unwrap()
     }
 }
@@ -370,12 +364,7 @@ impl Pair {
     }
 
     /// `via` is where `a` dials instead of `b` itself.
-    pub fn with(
-        config_a: TcpConfig,
-        config_b: TcpConfig,
-        ip: IpAddr,
-        via: Option<&dyn Fn(SocketAddr) -> SocketAddr>,
-    ) -> Pair {
+    pub fn with(config_a: TcpConfig, config_b: TcpConfig, ip: IpAddr, via: Option<&dyn Fn(SocketAddr) -> SocketAddr>) -> Pair {
         let a = Node::new(0xa, config_a, ip);
         let b = Node::new(0xb, config_b, ip);
         Pair::between(a, b, via, TOKEN)
@@ -402,10 +391,8 @@ impl Pair {
     }
 
     pub fn up(self) -> Pair {
-        self.log_a
-            .wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
-        self.log_b
-            .wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
+        self.log_a.wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
+        self.log_b.wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
         self
     }
 }
@@ -515,9 +502,7 @@ pub fn write_stream(regions: &[Arc<Region>], stream: &dyn ByteStream, bytes: &[u
     let mut at = 0;
     for segment in segments {
         let end = at + segment.length as usize;
-        regions[segment.region as usize]
-            .copy_in(segment.offset, &bytes[at..end])
-            .unwrap();
+        regions[segment.region as usize].copy_in(segment.offset, &bytes[at..end]).unwrap();
         at = end;
     }
     assert_eq!(at, bytes.len());
@@ -531,9 +516,7 @@ pub fn read_stream(regions: &[Arc<Region>], stream: &dyn ByteStream) -> Vec<u8> 
     let mut at = 0;
     for segment in segments {
         let end = at + segment.length as usize;
-        regions[segment.region as usize]
-            .copy_out(segment.offset, &mut bytes[at..end])
-            .unwrap();
+        regions[segment.region as usize].copy_out(segment.offset, &mut bytes[at..end]).unwrap();
         at = end;
     }
     bytes
@@ -546,9 +529,7 @@ pub fn random_pieces(seed: u64, pool: u64, count: usize, length: u64) -> Pieces 
     let mut order: Vec<u64> = (0..slots as u64).collect();
     let mut state = seed | 1;
     for index in (1..slots).rev() {
-        state = state
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         order.swap(index, ((state >> 33) % (index as u64 + 1)) as usize);
     }
     Pieces {

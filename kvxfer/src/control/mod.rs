@@ -23,7 +23,6 @@ use tokio::net::TcpStream;
 use tokio::runtime::Handle as RuntimeHandle;
 use tokio::sync::watch;
 
-use kvxfer_core::flow::SlotTable;
 use kvxfer_core::machine::{ConnectionId, HandleId, Machine, PeerChange};
 use kvxfer_core::transport::{Link, LinkEvent, Path};
 use kvxfer_core::wire::{EndpointAddress, Frame};
@@ -54,7 +53,6 @@ pub(crate) struct Shared {
     pub(crate) address: EndpointAddress,
     pub(crate) config: Config,
     pub(crate) transports: Transports,
-    pub(crate) slots: Arc<SlotTable>,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) reports: Arc<Reports>,
@@ -135,7 +133,6 @@ pub(crate) struct Parts {
     pub(crate) address: EndpointAddress,
     pub(crate) config: Config,
     pub(crate) transports: Transports,
-    pub(crate) slots: Arc<SlotTable>,
     pub(crate) machine: Machine,
     pub(crate) runtime: RuntimeHandle,
 }
@@ -148,7 +145,6 @@ impl Shared {
             address: parts.address,
             config: parts.config,
             transports: parts.transports,
-            slots: parts.slots,
             events: EventQueue::new()?,
             metrics: Arc::new(Metrics::new()),
             reports: Reports::new(),

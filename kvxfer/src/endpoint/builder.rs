@@ -111,7 +111,7 @@ impl Builder {
             incarnation,
             address: address.clone(),
             transports: transports.adverts(),
-            slots: Arc::clone(&slots),
+            slots,
             seed: random::bits()?,
         });
         // Built here so that its errors are told here; it runs on its thread.
@@ -130,7 +130,6 @@ impl Builder {
             address,
             config,
             transports,
-            slots,
             machine,
             runtime: handle.clone(),
         })?;

@@ -393,8 +393,8 @@ impl World {
                 }
             }
             Action::Disconnect { connection } => {
+                // The other end still gets what was sent before.
                 if let Some(other) = self.ends.remove(&(index, connection)) {
-                    self.ends.remove(&other);
                     let (node, connection) = other;
                     self.push(soon, Event::Gone { node, connection });
                 }

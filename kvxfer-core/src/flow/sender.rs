@@ -14,9 +14,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::mutants::{self, Mutant};
 use crate::time::Time;
 
-/// What a transfer may send in one round: one chunk of the largest size, so that each turn sends something.
-const QUANTUM: u64 = CHUNK_BYTES_MAX as u64;
-
 /// The sending side of one link: deficit round robin over transfers, at most [`CHUNK_BYTES_MAX`] per chunk, a window
 /// per lane (about 2 ms at the measured rate, at least 2 MiB), resumption behind a fence.
 ///
@@ -25,6 +22,8 @@ const QUANTUM: u64 = CHUNK_BYTES_MAX as u64;
 /// Choosing a chunk is O(log transfers) and allocates nothing once the queues have their size.
 pub struct LinkSender {
     config: LinkSenderConfig,
+    // A chunk's bytes, at most; also what a transfer may send in one round, so that each turn sends something.
+    chunk_bytes_max: u32,
     transfers: HashMap<TransferId, Transfer>,
     lanes: Vec<Lane>,
     lanes_up: u64,
@@ -102,8 +101,24 @@ impl LinkSender {
             waiting: BinaryHeap::new(),
             doubts: Vec::new(),
             events: VecDeque::new(),
+            chunk_bytes_max: CHUNK_BYTES_MAX,
             config,
         }
+    }
+
+    /// The same with smaller chunks, at least of one byte: for tests that want many chunks of little memory.
+    #[must_use]
+    pub fn with_chunk_bytes_max(mut self, bytes: u32) -> Self {
+        self.chunk_bytes_max = bytes.clamp(1, CHUNK_BYTES_MAX);
+        for lane in &mut self.lanes {
+            lane.window = LaneWindow::new(
+                self.config.window_bytes_min,
+                self.config.window_bytes_max,
+                self.config.window_chunks_max,
+                u64::from(self.chunk_bytes_max),
+            );
+        }
+        self
     }
 
     /// Takes a transfer without parts.
@@ -337,9 +352,9 @@ impl LinkSender {
             self.settle(id);
             return None;
         }
-        let length = transfer.next_length(self.lanes_up);
+        let length = transfer.next_length(self.lanes_up, self.chunk_bytes_max);
         if transfer.deficit < u64::from(length) && !mutants::is(Mutant::StarveSmall) {
-            transfer.deficit += QUANTUM;
+            transfer.deficit += u64::from(self.chunk_bytes_max);
             let class = &mut self.classes[class];
             if let Some(turn) = class.current.pop() {
                 class.next.push(turn);
@@ -447,7 +462,7 @@ impl LinkSender {
         self.tickets += 1;
         self.turns += 1;
         transfer.turn = Some(self.tickets);
-        transfer.deficit = QUANTUM;
+        transfer.deficit = u64::from(self.chunk_bytes_max);
         let turn = Turn {
             urgency: transfer.urgency(),
             ticket: self.tickets,

@@ -4,8 +4,7 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::{
-    ByteStream, CHUNK_BYTES_MAX, Chunk, ChunkHeader, ChunkName, ChunkState, MESSAGE_PART, PartExtent, Payload,
-    SendPart, SendSpec,
+    ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, MESSAGE_PART, PartExtent, Payload, SendPart, SendSpec,
 };
 use crate::mutants::{self, Mutant};
 use crate::time::Time;
@@ -130,7 +129,7 @@ impl Transfer {
     }
 
     /// Bytes of the next chunk, if the transfer has work.
-    pub(super) fn next_length(&self, lanes_up: u64) -> u32 {
+    pub(super) fn next_length(&self, lanes_up: u64, chunk_bytes_max: u32) -> u32 {
         if self.message_due {
             return self.message_length();
         }
@@ -142,8 +141,8 @@ impl Transfer {
             let rest = part.length - part.cut;
             // A share of the rest for each lane, so that they end together; a whole chunk while there is plenty.
             let share = rest.div_ceil(lanes_up.max(1)).next_multiple_of(CUT_ALIGNMENT);
-            let length = share.clamp(SHARE_BYTES_MIN, u64::from(CHUNK_BYTES_MAX)).min(rest);
-            u32::try_from(length).unwrap_or(CHUNK_BYTES_MAX)
+            let length = share.max(SHARE_BYTES_MIN).min(u64::from(chunk_bytes_max)).min(rest);
+            u32::try_from(length).unwrap_or(chunk_bytes_max)
         })
     }
 

@@ -1,0 +1,290 @@
+//! Staging: bounded buffers between sockets and memory that the CPU cannot touch, and the copies in and out of it.
+
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use kvxfer_core::flow::OwnedGateGuard;
+use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment};
+use kvxfer_core::{Error, ErrorKind};
+use parking_lot::Mutex;
+
+/// Bytes of a staging buffer: one chunk.
+pub(crate) const STAGING_BYTES: usize = kvxfer_core::flow::CHUNK_BYTES_MAX as usize;
+
+/// A data thread's staging buffers: allocated at need, kept for reuse, never more than the limit.
+pub(crate) struct StagingPool {
+    state: Mutex<PoolState>,
+    buffers_max: usize,
+}
+
+struct PoolState {
+    free: Vec<Memory>,
+    allocated: usize,
+    in_use: usize,
+}
+
+/// One allocation, reached through raw pointers only: a device or the kernel may be writing to it.
+struct Memory(NonNull<u8>);
+
+// SAFETY: the allocation is owned by this value alone.
+unsafe impl Send for Memory {}
+
+impl Memory {
+    fn allocate() -> Memory {
+        let memory = Box::leak(vec![0u8; STAGING_BYTES].into_boxed_slice());
+        Memory(NonNull::from(memory).cast())
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        let memory = std::ptr::slice_from_raw_parts_mut(self.0.as_ptr(), STAGING_BYTES);
+        // SAFETY: leaked from a box of exactly this length in `allocate`, and freed only here.
+        drop(unsafe { Box::from_raw(memory) });
+    }
+}
+
+impl StagingPool {
+    pub(crate) fn new(buffers_max: usize) -> Arc<StagingPool> {
+        Arc::new(StagingPool {
+            state: Mutex::new(PoolState {
+                free: Vec::new(),
+                allocated: 0,
+                in_use: 0,
+            }),
+            buffers_max,
+        })
+    }
+
+    /// A buffer, unless all are in use.
+    pub(crate) fn take(self: &Arc<Self>) -> Option<StagingBuffer> {
+        let mut state = self.state.lock();
+        let memory = match state.free.pop() {
+            Some(memory) => memory,
+            None if state.allocated < self.buffers_max => {
+                state.allocated += 1;
+                Memory::allocate()
+            }
+            None => return None,
+        };
+        state.in_use += 1;
+        Some(StagingBuffer {
+            memory: ManuallyDrop::new(memory),
+            pool: self.clone(),
+        })
+    }
+
+    /// Bytes allocated.
+    pub(crate) fn bytes(&self) -> usize {
+        self.state.lock().allocated * STAGING_BYTES
+    }
+
+    /// Buffers in use.
+    pub(crate) fn in_use(&self) -> usize {
+        self.state.lock().in_use
+    }
+}
+
+/// A staging buffer; goes back to its pool when dropped.
+pub(crate) struct StagingBuffer {
+    memory: ManuallyDrop<Memory>,
+    pool: Arc<StagingPool>,
+}
+
+impl StagingBuffer {
+    /// The address of the first byte. Only raw access is made through it, since a device may be copying.
+    pub(crate) fn pointer(&self) -> *mut u8 {
+        self.memory.0.as_ptr()
+    }
+
+    fn view(&self, offset: usize, length: usize) -> HostView {
+        assert!(offset + length <= STAGING_BYTES, "a view inside the staging buffer");
+        HostView {
+            // SAFETY: checked above to stay inside the allocation.
+            pointer: unsafe { self.pointer().add(offset) },
+            length,
+        }
+    }
+}
+
+impl Drop for StagingBuffer {
+    fn drop(&mut self) {
+        // SAFETY: `memory` is taken only here, and `self` is not used after it.
+        let memory = unsafe { ManuallyDrop::take(&mut self.memory) };
+        let mut state = self.pool.state.lock();
+        state.in_use -= 1;
+        state.free.push(memory);
+    }
+}
+
+/// Which way a copy goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Direction {
+    /// From the segments into staging.
+    Gather,
+    /// From staging into the segments.
+    Scatter,
+}
+
+/// A copy between staging and a region, running by itself inside the gate it was started with.
+///
+/// Dropped while it runs (a hung device at shutdown), it leaks the buffer, the regions and its place inside the gate: the gate then
+/// never counts as fenced, which is how the blocks come to be quarantined.
+pub(crate) struct CopyJob {
+    held: ManuallyDrop<Held>,
+    runs: Vec<(Arc<dyn MemoryDomain>, CopyTicket)>,
+    failed: Option<Error>,
+    taken: bool,
+}
+
+struct Held {
+    gate: OwnedGateGuard,
+    buffer: StagingBuffer,
+    _regions: Arc<[Arc<Region>]>,
+}
+
+impl CopyJob {
+    /// Starts copying the segments from or to `buffer`, densely, from the buffer's start. A failure to start is
+    /// reported by [`poll`](Self::poll), after what was started has ended.
+    pub(crate) fn start(
+        direction: Direction,
+        regions: Arc<[Arc<Region>]>,
+        segments: &[Segment],
+        buffer: StagingBuffer,
+        gate: OwnedGateGuard,
+    ) -> CopyJob {
+        let mut runs = Vec::with_capacity(1);
+        let mut failed = None;
+        let mut offset = 0usize;
+        for run in segments.chunk_by(|a, b| same_domain(&regions, a, b)) {
+            let bytes: u64 = run.iter().map(|segment| segment.length).sum();
+            let view = buffer.view(offset, bytes as usize);
+            offset += bytes as usize;
+            let region = &regions[run[0].region as usize];
+            if region.host_view(run[0].offset, run[0].length).is_some() {
+                if let Err(error) = copy_host(direction, &regions, run, view) {
+                    failed = Some(error);
+                    break;
+                }
+                continue;
+            }
+            let domain = region.domain().clone();
+            let started = match direction {
+                Direction::Gather => domain.start_gather(&regions, run, view),
+                Direction::Scatter => domain.start_scatter(view, &regions, run),
+            };
+            match started {
+                Ok(ticket) => runs.push((domain, ticket)),
+                Err(error) => {
+                    failed = Some(error);
+                    break;
+                }
+            }
+        }
+        CopyJob {
+            held: ManuallyDrop::new(Held {
+                gate,
+                buffer,
+                _regions: regions,
+            }),
+            runs,
+            failed,
+            taken: false,
+        }
+    }
+
+    /// Whether it has ended, and if so how.
+    pub(crate) fn poll(&mut self) -> Option<Result<(), Error>> {
+        let failed = &mut self.failed;
+        self.runs.retain(|(domain, ticket)| match domain.poll_copy(*ticket) {
+            Ok(CopyState::Running) => true,
+            Ok(CopyState::Done) => false,
+            Err(error) => {
+                failed.get_or_insert(error);
+                false
+            }
+        });
+        if !self.runs.is_empty() {
+            return None;
+        }
+        Some(match self.failed.take() {
+            Some(error) => Err(error),
+            None => Ok(()),
+        })
+    }
+
+    /// After its end: leaves the gate and gives the buffer back. True if the gate is fenced by that.
+    pub(crate) fn finish(mut self) -> (StagingBuffer, bool) {
+        assert!(self.runs.is_empty(), "a copy that has ended");
+        self.taken = true;
+        // SAFETY: `taken` keeps `drop` from touching `held` again.
+        let held = unsafe { ManuallyDrop::take(&mut self.held) };
+        let fenced = held.gate.leave();
+        (held.buffer, fenced)
+    }
+}
+
+impl Drop for CopyJob {
+    fn drop(&mut self) {
+        if !self.taken && self.runs.is_empty() {
+            // SAFETY: not taken, and dropped only here.
+            unsafe { ManuallyDrop::drop(&mut self.held) }
+        }
+    }
+}
+
+fn same_domain(regions: &[Arc<Region>], a: &Segment, b: &Segment) -> bool {
+    Arc::ptr_eq(
+        regions[a.region as usize].domain(),
+        regions[b.region as usize].domain(),
+    )
+}
+
+/// Segments of host memory that share a stream with segments that must be staged.
+fn copy_host(
+    direction: Direction,
+    regions: &[Arc<Region>],
+    segments: &[Segment],
+    staging: HostView,
+) -> Result<(), Error> {
+    let mut at = staging.pointer;
+    for segment in segments {
+        let region = &regions[segment.region as usize];
+        let view = region.host_view(segment.offset, segment.length).ok_or_else(|| {
+            Error::new(ErrorKind::Internal, "a region that has a host view only in part")
+                .at(region.domain().name().to_string())
+        })?;
+        // SAFETY: `view` lies inside a live region, `at` inside the staging buffer (its view was sized for the sum of
+        // the segments); the two are different allocations. We are inside the gate.
+        unsafe {
+            match direction {
+                Direction::Gather => std::ptr::copy_nonoverlapping(view.pointer, at, view.length),
+                Direction::Scatter => std::ptr::copy_nonoverlapping(at, view.pointer, view.length),
+            }
+            at = at.add(view.length);
+        }
+    }
+    Ok(())
+}
+
+/// Whether any of these regions must be staged.
+pub(crate) fn needs_staging(regions: &[Arc<Region>]) -> bool {
+    regions.iter().any(|region| region.host_view(0, 1).is_none())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn buffers_are_bounded_and_come_back() {
+        let pool = StagingPool::new(2);
+        let first = pool.take().unwrap();
+        let _second = pool.take().unwrap();
+        assert!(pool.take().is_none());
+        drop(first);
+        assert!(pool.take().is_some());
+        assert_eq!((pool.bytes(), pool.in_use()), (2 * STAGING_BYTES, 1));
+    }
+}

@@ -1,0 +1,488 @@
+//! Memory without a host view, so that transports are right for device memory before there is any.
+//!
+//! A region of [`StagedMemory`] has an address, but no byte can be read or written there: the address range is
+//! mapped without access, and a transport that touches it dies at once. Bytes move only through the domain's copies,
+//! which run on a thread of their own, late and out of order, as a device's do. The domain watches how staging
+//! buffers are used and keeps a list of [violations](StagedMemory::violations).
+
+use std::collections::HashMap;
+use std::ffi::c_void;
+use std::sync::{Arc, Weak};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment};
+use kvxfer_core::{Error, ErrorKind, Result};
+use parking_lot::{Condvar, Mutex};
+use rustix::mm::{MapFlags, ProtFlags};
+
+use crate::rng::{Rng, mix};
+
+/// What a staging buffer is filled with while a gather into it runs: who sends it before `Done` sends this.
+const UNFINISHED: u8 = 0xEB;
+
+/// A memory domain whose regions the CPU cannot touch.
+#[derive(Debug)]
+pub struct StagedMemory {
+    shared: Arc<Shared>,
+    copier: Mutex<Option<JoinHandle<()>>>,
+}
+
+impl StagedMemory {
+    /// A domain whose copies take up to `delay_max` longer than they must. The delays follow from the seed.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the system gives no thread.
+    pub fn new(delay_max: Duration, seed: u64) -> Result<Arc<StagedMemory>> {
+        let shared = Arc::new(Shared {
+            delay_max,
+            state: Mutex::new(State {
+                storages: HashMap::new(),
+                pending: Vec::new(),
+                tickets: HashMap::new(),
+                violations: Vec::new(),
+                copies_done: 0,
+                rng: Rng::new(seed),
+                next_ticket: 1,
+                closing: false,
+            }),
+            changed: Condvar::new(),
+        });
+        let worker = Arc::clone(&shared);
+        let copier = std::thread::Builder::new()
+            .name("staged-copies".into())
+            .spawn(move || worker.run())
+            .map_err(|error| {
+                Error::new(ErrorKind::ResourceExhausted, "the thread for staged copies").because(error.to_string())
+            })?;
+        Ok(Arc::new(StagedMemory {
+            shared,
+            copier: Mutex::new(Some(copier)),
+        }))
+    }
+
+    /// A zeroed region in this domain.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for a zero length, `ResourceExhausted` if the system has no address space.
+    pub fn allocate(self: &Arc<Self>, length: u64) -> Result<Arc<Region>> {
+        let size = usize::try_from(length)
+            .ok()
+            .filter(|size| *size > 0)
+            .ok_or_else(|| Error::new(ErrorKind::InvalidArgument, format!("a staged region of {length} bytes")))?;
+        let storage = Arc::new(Storage {
+            range: AddressRange::reserve(size)?,
+            bytes: Mutex::new(vec![0; size].into_boxed_slice()),
+        });
+        let base = storage.range.base;
+        self.shared
+            .state
+            .lock()
+            .storages
+            .insert(base as u64, Arc::downgrade(&storage));
+        let domain: Arc<dyn MemoryDomain> = Arc::clone(self) as Arc<dyn MemoryDomain>;
+        // SAFETY: `storage` keeps the address range mapped (without access) and the bytes alive, and is dropped with
+        // the region. Nobody can hold references into a range without access.
+        unsafe { Region::from_raw(base.cast::<u8>(), length, domain, Box::new(storage)) }
+    }
+
+    /// Every misuse of a staging buffer or ticket seen so far, in words. Tests assert that it is empty.
+    pub fn violations(&self) -> Vec<String> {
+        self.shared.state.lock().violations.clone()
+    }
+
+    /// Copies finished so far: shows that the staged path was really taken.
+    pub fn copies_done(&self) -> u64 {
+        self.shared.state.lock().copies_done
+    }
+
+    fn start(&self, regions: &[Arc<Region>], segments: &[Segment], staging: HostView, way: Way) -> Result<CopyTicket> {
+        let mut pieces = Vec::with_capacity(segments.len());
+        let mut total = 0u64;
+        let mut state = self.shared.state.lock();
+        for segment in segments {
+            let region = regions.get(segment.region as usize).ok_or_else(|| {
+                Error::new(ErrorKind::OutOfBounds, format!("region index {}", segment.region))
+                    .because(format!("the list has {} regions", regions.len()))
+            })?;
+            region.check(segment.offset, segment.length)?;
+            pieces.push((state.storage(region)?, segment.offset as usize, segment.length as usize));
+            total += segment.length;
+        }
+        if total > staging.length as u64 {
+            return Err(Error::new(ErrorKind::OutOfBounds, format!("{total} bytes of segments"))
+                .because(format!("the staging buffer has {} bytes", staging.length)));
+        }
+        let staging = Staging {
+            address: staging.pointer as usize,
+            length: total as usize,
+        };
+        if let Some(other) = state.pending.iter().find(|job| job.staging.overlaps(&staging)) {
+            let words = format!(
+                "staging buffer {:#x}+{} was given to a new copy while ticket {} still uses it",
+                staging.address, staging.length, other.ticket.0
+            );
+            state.violations.push(words);
+        }
+        let expected = match way {
+            Way::Gather => {
+                // SAFETY: the caller owns `staging` and leaves it alone until `Done` (contract of `start_gather`).
+                unsafe { staging.bytes_mut() }.fill(UNFINISHED);
+                None
+            }
+            // SAFETY: as above; nothing writes the buffer now.
+            Way::Scatter => Some(checksum(unsafe { staging.bytes() })),
+        };
+        let ticket = CopyTicket(state.next_ticket);
+        state.next_ticket += 1;
+        let delay_ns = self.shared.delay_max.as_nanos() as u64;
+        let delay = Duration::from_nanos(state.rng.below(delay_ns.max(1)));
+        state.tickets.insert(ticket, CopyState::Running);
+        state.pending.push(Job {
+            ticket,
+            due: Instant::now() + delay,
+            staging,
+            pieces,
+            expected,
+        });
+        drop(state);
+        self.shared.changed.notify_all();
+        Ok(ticket)
+    }
+}
+
+impl Drop for StagedMemory {
+    fn drop(&mut self) {
+        self.shared.state.lock().closing = true;
+        self.shared.changed.notify_all();
+        if let Some(copier) = self.copier.lock().take() {
+            // A panic of the copier was printed where it happened.
+            let _ = copier.join();
+        }
+    }
+}
+
+impl MemoryDomain for StagedMemory {
+    fn name(&self) -> &str {
+        "staged"
+    }
+
+    fn host_view(&self, _: &Region, _: u64, _: u64) -> Option<HostView> {
+        None
+    }
+
+    fn start_gather(&self, regions: &[Arc<Region>], segments: &[Segment], staging: HostView) -> Result<CopyTicket> {
+        self.start(regions, segments, staging, Way::Gather)
+    }
+
+    fn start_scatter(&self, staging: HostView, regions: &[Arc<Region>], segments: &[Segment]) -> Result<CopyTicket> {
+        self.start(regions, segments, staging, Way::Scatter)
+    }
+
+    fn poll_copy(&self, ticket: CopyTicket) -> Result<CopyState> {
+        let mut state = self.shared.state.lock();
+        match state.tickets.get(&ticket) {
+            Some(CopyState::Running) => Ok(CopyState::Running),
+            Some(CopyState::Done) => {
+                state.tickets.remove(&ticket);
+                Ok(CopyState::Done)
+            }
+            None => {
+                let words = format!("ticket {} was polled, but is unknown or spent", ticket.0);
+                state.violations.push(words.clone());
+                Err(Error::new(ErrorKind::InvalidArgument, words))
+            }
+        }
+    }
+
+    fn copy_in(&self, region: &Region, offset: u64, bytes: &[u8]) -> Result<()> {
+        region.check(offset, bytes.len() as u64)?;
+        let storage = self.shared.state.lock().storage_alive(region)?;
+        storage.bytes.lock()[offset as usize..][..bytes.len()].copy_from_slice(bytes);
+        Ok(())
+    }
+
+    fn copy_out(&self, region: &Region, offset: u64, bytes: &mut [u8]) -> Result<()> {
+        region.check(offset, bytes.len() as u64)?;
+        let storage = self.shared.state.lock().storage_alive(region)?;
+        bytes.copy_from_slice(&storage.bytes.lock()[offset as usize..][..bytes.len()]);
+        Ok(())
+    }
+}
+
+#[derive(Debug)]
+struct Shared {
+    delay_max: Duration,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Debug)]
+struct State {
+    // By the region's address.
+    storages: HashMap<u64, Weak<Storage>>,
+    pending: Vec<Job>,
+    tickets: HashMap<CopyTicket, CopyState>,
+    violations: Vec<String>,
+    copies_done: u64,
+    rng: Rng,
+    next_ticket: u64,
+    closing: bool,
+}
+
+impl State {
+    fn storage(&self, region: &Region) -> Result<Weak<Storage>> {
+        self.storages.get(&region.address()).cloned().ok_or_else(|| {
+            Error::new(ErrorKind::NotRegistered, format!("region at {:#x}", region.address()))
+                .because("it was not allocated in this domain")
+        })
+    }
+
+    fn storage_alive(&self, region: &Region) -> Result<Arc<Storage>> {
+        self.storage(region)?.upgrade().ok_or_else(|| {
+            Error::new(ErrorKind::Internal, format!("region at {:#x}", region.address()))
+                .because("the region lives, but its storage does not")
+        })
+    }
+}
+
+impl Shared {
+    fn run(&self) {
+        let mut state = self.state.lock();
+        loop {
+            let now = Instant::now();
+            // Not the earliest, but any that is due: copies finish out of order.
+            if let Some(index) = state.pending.iter().position(|job| job.due <= now || state.closing) {
+                let job = state.pending.swap_remove(index);
+                // The copy itself runs under the lock: whoever polls sees either before or after.
+                let outcome = job.copy();
+                state.violations.extend(outcome.err());
+                state.copies_done += 1;
+                state.tickets.insert(job.ticket, CopyState::Done);
+                continue;
+            }
+            if state.closing {
+                return;
+            }
+            match state.pending.iter().map(|job| job.due).min() {
+                Some(due) => {
+                    self.changed.wait_until(&mut state, due);
+                }
+                None => self.changed.wait(&mut state),
+            }
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Gather,
+    Scatter,
+}
+
+#[derive(Debug)]
+struct Job {
+    ticket: CopyTicket,
+    due: Instant,
+    staging: Staging,
+    pieces: Vec<(Weak<Storage>, usize, usize)>,
+    // Scatters only: what the buffer's bytes must still be when the copy runs.
+    expected: Option<u64>,
+}
+
+impl Job {
+    fn copy(&self) -> Result<(), String> {
+        let who = format!(
+            "ticket {} on staging buffer {:#x}+{}",
+            self.ticket.0, self.staging.address, self.staging.length
+        );
+        let mut position = 0;
+        // SAFETY: the caller of `start_*` keeps the buffer alive until `Done`, which is set after this.
+        let staging = unsafe { self.staging.bytes_mut() };
+        match self.expected {
+            Some(sum) if checksum(staging) != sum => {
+                return Err(format!("{who}: rewritten before its scatter was done"));
+            }
+            None if staging.iter().any(|byte| *byte != UNFINISHED) => {
+                return Err(format!("{who}: rewritten before its gather was done"));
+            }
+            _ => {}
+        }
+        for (storage, offset, length) in &self.pieces {
+            let Some(storage) = storage.upgrade() else {
+                return Err(format!("{who}: the region was dropped before the copy was done"));
+            };
+            let mut bytes = storage.bytes.lock();
+            let run = &mut bytes[*offset..offset + length];
+            let part = &mut staging[position..position + length];
+            match self.expected {
+                Some(_) => run.copy_from_slice(part),
+                None => part.copy_from_slice(run),
+            }
+            position += length;
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Staging {
+    address: usize,
+    length: usize,
+}
+
+impl Staging {
+    fn overlaps(&self, other: &Staging) -> bool {
+        self.address < other.address + other.length && other.address < self.address + self.length
+    }
+
+    /// # Safety
+    /// The buffer is alive and nothing writes it meanwhile.
+    unsafe fn bytes<'a>(&self) -> &'a [u8] {
+        if self.length == 0 {
+            return &[];
+        }
+        // SAFETY: upheld by the caller.
+        unsafe { std::slice::from_raw_parts(self.address as *const u8, self.length) }
+    }
+
+    /// # Safety
+    /// The buffer is alive and nothing else touches it meanwhile.
+    unsafe fn bytes_mut<'a>(&self) -> &'a mut [u8] {
+        if self.length == 0 {
+            return &mut [];
+        }
+        // SAFETY: upheld by the caller.
+        unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.length) }
+    }
+}
+
+#[derive(Debug)]
+struct Storage {
+    range: AddressRange,
+    bytes: Mutex<Box<[u8]>>,
+}
+
+/// Address space without access: a name for memory that faults when the CPU touches it.
+#[derive(Debug)]
+struct AddressRange {
+    base: *mut c_void,
+    length: usize,
+}
+
+// SAFETY: only an address; nothing is ever read or written there.
+unsafe impl Send for AddressRange {}
+// SAFETY: as above.
+unsafe impl Sync for AddressRange {}
+
+impl AddressRange {
+    fn reserve(length: usize) -> Result<AddressRange> {
+        // SAFETY: a new mapping at an address of the system's choice; it replaces nothing.
+        let base =
+            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), length, ProtFlags::empty(), MapFlags::PRIVATE) };
+        match base {
+            Ok(base) => Ok(AddressRange { base, length }),
+            Err(error) => Err(
+                Error::new(ErrorKind::ResourceExhausted, format!("{length} bytes of address space"))
+                    .because(error.to_string()),
+            ),
+        }
+    }
+}
+
+impl Drop for AddressRange {
+    fn drop(&mut self) {
+        // SAFETY: mapped by `reserve` with this length, never handed out as memory. Failure leaves a reservation.
+        let _ = unsafe { rustix::mm::munmap(self.base, self.length) };
+    }
+}
+
+fn checksum(bytes: &[u8]) -> u64 {
+    let mut sum = bytes.len() as u64;
+    for chunk in bytes.chunks(8) {
+        let mut word = [0; 8];
+        word[..chunk.len()].copy_from_slice(chunk);
+        sum = mix(sum ^ u64::from_le_bytes(word));
+    }
+    sum
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn wait(domain: &StagedMemory, ticket: CopyTicket) {
+        while domain.poll_copy(ticket).unwrap() == CopyState::Running {
+            std::thread::yield_now();
+        }
+    }
+
+    fn view(buffer: &mut [u8]) -> HostView {
+        HostView {
+            pointer: buffer.as_mut_ptr(),
+            length: buffer.len(),
+        }
+    }
+
+    #[test]
+    fn bytes_go_out_and_come_back_through_staging() {
+        let domain = StagedMemory::new(Duration::from_millis(2), 1).unwrap();
+        let regions = [domain.allocate(100).unwrap(), domain.allocate(50).unwrap()];
+        assert!(regions[0].host_view(0, 1).is_none());
+        regions[0].copy_in(10, &[1, 2, 3]).unwrap();
+        regions[1].copy_in(0, &[4, 5]).unwrap();
+        let segment = |region, offset, length| Segment { region, offset, length };
+        let mut staging = vec![0u8; 5];
+        let segments = [segment(0, 10, 3), segment(1, 0, 2)];
+        let ticket = domain.start_gather(&regions, &segments, view(&mut staging)).unwrap();
+        wait(&domain, ticket);
+        assert_eq!(staging, [1, 2, 3, 4, 5]);
+        let segments = [segment(1, 40, 4), segment(0, 0, 1)];
+        let ticket = domain.start_scatter(view(&mut staging), &regions, &segments).unwrap();
+        wait(&domain, ticket);
+        let mut out = [0; 4];
+        regions[1].copy_out(40, &mut out).unwrap();
+        assert_eq!(out, [1, 2, 3, 4]);
+        assert!(domain.violations().is_empty());
+        assert_eq!(domain.copies_done(), 2);
+    }
+
+    #[test]
+    fn a_buffer_reused_before_done_is_seen() {
+        let domain = StagedMemory::new(Duration::from_secs(600), 2).unwrap();
+        let regions = [domain.allocate(8).unwrap()];
+        let segments = [Segment {
+            region: 0,
+            offset: 0,
+            length: 8,
+        }];
+        let mut staging = vec![7u8; 8];
+        let _ = domain.start_scatter(view(&mut staging), &regions, &segments).unwrap();
+        let _ = domain.start_gather(&regions, &segments, view(&mut staging)).unwrap();
+        assert!(domain.violations()[0].contains("while ticket 1 still uses it"));
+        let shared = Arc::clone(&domain.shared);
+        drop(regions);
+        drop(domain);
+        let violations = shared.state.lock().violations.clone();
+        assert!(
+            violations.len() >= 2,
+            "the rewritten scatter is seen when it runs: {violations:?}"
+        );
+    }
+
+    #[test]
+    fn a_run_outside_the_region_and_a_spent_ticket_are_refused() {
+        let domain = StagedMemory::new(Duration::ZERO, 3).unwrap();
+        let regions = [domain.allocate(8).unwrap()];
+        let mut staging = vec![0u8; 8];
+        let outside = [Segment {
+            region: 0,
+            offset: 4,
+            length: 8,
+        }];
+        let refused = domain.start_gather(&regions, &outside, view(&mut staging)).unwrap_err();
+        assert_eq!(refused.kind(), ErrorKind::OutOfBounds);
+        assert!(domain.poll_copy(CopyTicket(99)).is_err());
+        assert_eq!(domain.violations().len(), 1);
+    }
+}

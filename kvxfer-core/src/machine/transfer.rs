@@ -491,7 +491,9 @@ impl Machine {
         if self.has_session(peer)
             && let Err(error) = self.start_pull(now, id)
         {
+            // Nothing has begun: the grant is still good.
             self.pulls.remove(&id);
+            self.spent.remove(&grant.name);
             self.forget_timers(id);
             return Err(error);
         }

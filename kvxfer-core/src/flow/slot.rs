@@ -161,6 +161,7 @@ impl LiveSlot {
             total_bytes: self.total_bytes,
             arrived: self.phase == Phase::Arrived,
             message: self.whole_message.clone(),
+            writer: self.writer,
         }
     }
 

@@ -10,11 +10,17 @@ use super::types::{HandleId, Outcome, TransferOptions};
 use super::{Ending, Machine, UseOwner};
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::{Gate, MESSAGE_BYTES_MAX, PartExtent, SendPart, SendSpec, TransferId};
-use crate::id::{Incarnation, PoolId};
+use crate::id::{GrantName, Incarnation, PoolId};
 use crate::mutants::{self, Mutant};
 use crate::plan::{self, Target};
 use crate::time::Time;
 use crate::wire::{Access, Grant, Message, Verdict};
+
+fn spent(grant: GrantName) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("grant {grant}"))
+        .because("it is being used, or was")
+        .remedy("a grant is good for one transfer: ask for another")
+}
 
 /// An open push.
 pub(super) struct Push {
@@ -117,10 +123,8 @@ impl Machine {
                 .remedy("send large payloads as blocks"));
         }
         self.check_grant(grant, Access::Write)?;
-        if self.uses.contains_key(&grant.name) {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("grant {}", grant.name))
-                .because("it is being used")
-                .remedy("a grant is good for one transfer: ask for another"));
+        if self.uses.contains_key(&grant.name) || self.spent.contains(&grant.name) {
+            return Err(spent(grant.name));
         }
         let peer = grant.name.incarnation;
         self.check_room_on_session(peer)?;
@@ -350,6 +354,7 @@ impl Machine {
         let Some(push) = self.pushes.remove(&id) else { return };
         push.gate.close();
         self.uses.remove(&push.grant.name);
+        self.spend(now, push.grant.name);
         self.forget_timers(id);
         if push.stage != PushStage::Peer {
             match push.transfer {
@@ -358,6 +363,20 @@ impl Machine {
             }
         }
         self.complete(id, result);
+    }
+
+    /// Remembers a grant that was used, for as long as its owner may still say of it that it has arrived.
+    fn spend(&mut self, now: Time, grant: GrantName) {
+        let (retention, count_max) = (self.config.verdict_retention, self.config.ended_keys_max);
+        if self.spent.insert(grant) {
+            self.spent_since.push_back((now, grant));
+        }
+        while let Some((since, oldest)) = self.spent_since.front().copied()
+            && (now.since(since) > retention || self.spent_since.len() > count_max)
+        {
+            self.spent.remove(&oldest);
+            self.spent_since.pop_front();
+        }
     }
 
     pub(super) fn pushes_lost(&mut self, now: Time, peer: Incarnation, error: &Error, replaced: bool) {
@@ -443,9 +462,13 @@ impl Machine {
             return Err(Error::new(ErrorKind::InvalidArgument, "a pull of 0 bytes").remedy("select at least one token"));
         }
         self.check_grant(grant, Access::Read)?;
+        if self.spent.contains(&grant.name) {
+            return Err(spent(grant.name));
+        }
         let peer = grant.name.incarnation;
         self.check_room_on_session(peer)?;
         self.want_grant_owner(now, grant)?;
+        self.spend(now, grant.name);
         let id = self.new_handle();
         let deadline = deadline_of(now, grant, &options);
         self.pulls.insert(

@@ -151,14 +151,14 @@ impl Machine {
         );
         self.uses.insert(grant.name, UseOwner::Push(id));
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
-            if let Err(error) = self.start_push(now, id) {
-                // Nothing has begun: the caller hears of it at once.
-                self.pushes.remove(&id);
-                self.uses.remove(&grant.name);
-                self.forget_timers(id);
-                return Err(error);
-            }
+        if self.has_session(peer)
+            && let Err(error) = self.start_push(now, id)
+        {
+            // Nothing has begun: the caller hears of it at once.
+            self.pushes.remove(&id);
+            self.uses.remove(&grant.name);
+            self.forget_timers(id);
+            return Err(error);
         }
         Ok(id)
     }
@@ -170,7 +170,9 @@ impl Machine {
         };
         let peer = push.peer;
         let own = self.pool(push.pool)?;
-        let layout = self.grant_layout(&push.grant)?;
+        let Some(layout) = self.grant_layout(&push.grant)? else {
+            return Ok(());
+        };
         let target = Arc::new(push.grant.target.clone());
         let stream = plan::source_stream(&own.layout, &push.source, &layout, &target, PartExtent::WHOLE)?;
         let (name, gate, regions) = (push.grant.name, push.gate.clone(), own.regions.clone());
@@ -488,12 +490,14 @@ impl Machine {
             },
         );
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
-            if let Err(error) = self.start_pull(now, id) {
-                self.pulls.remove(&id);
-                self.forget_timers(id);
-                return Err(error);
-            }
+        if self.has_session(peer)
+            && let Err(error) = self.start_pull(now, id)
+        {
+            // Nothing has begun: the grant is still good.
+            self.pulls.remove(&id);
+            self.spent.remove(&grant.name);
+            self.forget_timers(id);
+            return Err(error);
         }
         Ok(id)
     }
@@ -502,7 +506,9 @@ impl Machine {
         let Some(pull) = self.pulls.get(&id) else { return Ok(()) };
         let (peer, pool, name, target) = (pull.peer, pull.pool, pull.grant.name, pull.target.clone());
         let remaining_ms = pull.deadline.remaining_ms(now);
-        self.grant_layout(&pull.grant)?;
+        if self.grant_layout(&pull.grant)?.is_none() {
+            return Ok(());
+        }
         let geometry_hash = self.pool(pool)?.layout.geometry_hash();
         let slot = self.open_slot(SlotOwner::Pull(id), Some(peer), pool, target.clone(), None)?;
         let into = Grant {
@@ -674,10 +680,15 @@ impl Machine {
         self.want_peer(now, &address)
     }
 
-    /// The layout of the grant's pool, as its owner has told it.
-    fn grant_layout(&self, grant: &Grant) -> Result<Arc<crate::layout::PoolLayout>> {
+    /// The layout of the grant's pool, as its owner has told it; `None` if the grant has overtaken that news: what waits
+    /// for it is started by it.
+    fn grant_layout(&self, grant: &Grant) -> Result<Option<Arc<crate::layout::PoolLayout>>> {
         let peer = grant.name.incarnation;
-        let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&grant.pool));
+        let owner = self.peers.get(&peer);
+        let advert = owner.and_then(|owner| owner.pools.get(&grant.pool));
+        if advert.is_none() && owner.is_some_and(|owner| owner.pools_told < Some(grant.pool)) {
+            return Ok(None);
+        }
         let Some(advert) = advert else {
             return Err(Error::new(
                 ErrorKind::NotRegistered,
@@ -686,7 +697,7 @@ impl Machine {
             .because("its owner has closed it"));
         };
         super::check_geometry(&advert.layout, grant.geometry_hash, grant.pool)?;
-        Ok(advert.layout.clone())
+        Ok(Some(advert.layout.clone()))
     }
 }
 

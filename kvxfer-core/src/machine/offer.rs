@@ -429,14 +429,14 @@ impl Machine {
             // Only a defect on purpose ends an offer with live members.
             self.remote_claims.remove(member);
         }
-        let served = offer.is_served();
         let why = offer.ending.and_then(|end| end.why);
         self.keys.ended(now, &offer.key, late_claim_error(why.as_ref()));
         self.timers
             .set_earlier(TimerKey::Keys, now + self.config.ended_keys_retention);
         let arrived = offer.verdicts.iter().any(|member| member.verdict == Verdict::Arrived);
         let result = match why {
-            Some(why) if !(served && arrived) => Err(why),
+            // An error says that nobody got anything.
+            Some(why) if !arrived => Err(why),
             _ if arrived => Ok(Outcome::Released {
                 members: offer.verdicts,
             }),

@@ -32,6 +32,8 @@ pub(super) struct Peer {
     pub(super) name: String,
     pub(super) address: EndpointAddress,
     pub(super) pools: BTreeMap<PoolId, PeerPool>,
+    /// The highest pool id it has told of: a grant for a higher one has overtaken the news.
+    pub(super) pools_told: Option<PoolId>,
     pub(super) transports: Vec<(String, Vec<u8>)>,
     pub(super) session: Option<Session>,
     /// The connection that the session runs on.
@@ -70,6 +72,7 @@ impl Peer {
             name: String::new(),
             address,
             pools: BTreeMap::new(),
+            pools_told: None,
             transports: Vec::new(),
             session: None,
             connection: None,

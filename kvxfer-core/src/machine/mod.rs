@@ -585,7 +585,7 @@ impl Machine {
                     }
                 }
                 TimerKey::Starved => self.on_starved_timer(now),
-                TimerKey::FencePoll => {}
+                TimerKey::FencePoll => self.look_at_fences(now),
                 TimerKey::Shutdown => self.force_shutdown(now),
             }
             self.settle(now);

@@ -151,14 +151,14 @@ impl Machine {
         );
         self.uses.insert(grant.name, UseOwner::Push(id));
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
-            if let Err(error) = self.start_push(now, id) {
-                // Nothing has begun: the caller hears of it at once.
-                self.pushes.remove(&id);
-                self.uses.remove(&grant.name);
-                self.forget_timers(id);
-                return Err(error);
-            }
+        if self.has_session(peer)
+            && let Err(error) = self.start_push(now, id)
+        {
+            // Nothing has begun: the caller hears of it at once.
+            self.pushes.remove(&id);
+            self.uses.remove(&grant.name);
+            self.forget_timers(id);
+            return Err(error);
         }
         Ok(id)
     }
@@ -490,12 +490,12 @@ impl Machine {
             },
         );
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
-            if let Err(error) = self.start_pull(now, id) {
-                self.pulls.remove(&id);
-                self.forget_timers(id);
-                return Err(error);
-            }
+        if self.has_session(peer)
+            && let Err(error) = self.start_pull(now, id)
+        {
+            self.pulls.remove(&id);
+            self.forget_timers(id);
+            return Err(error);
         }
         Ok(id)
     }

@@ -264,8 +264,10 @@ impl Machine {
                 "a read into a grant that is not the reader's",
             ));
         }
+        let slot = into.name;
         if let Err(error) = self.begin_read(now, peer, read, name, into) {
             self.send(now, peer, Message::ReadRefused { read, error });
+            self.acknowledge_verdict(now, peer, slot);
         }
         Ok(())
     }

@@ -1,5 +1,6 @@
 //! Offers of this endpoint: blocks appended, parts released, claim sets served, and how that ends.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -480,23 +481,18 @@ impl Offer {
     pub(super) fn admit(&mut self, set: u128, member: u16, members: u16) -> Result<()> {
         let readers = usize::from(self.options.readers);
         let full = self.sets.len() >= readers && !mutants::is(Mutant::IgnoreReaders);
-        if !self.sets.contains_key(&set) {
-            if full {
+        let known = match self.sets.entry(set) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(_) if full => {
                 return Err(already_claimed(format!(
                     "it serves {readers} readers, which have all come"
                 )));
             }
-            self.sets.insert(
-                set,
-                ClaimSet {
-                    members,
-                    seen: BTreeSet::new(),
-                    ended: 0,
-                },
-            );
-        }
-        let Some(known) = self.sets.get_mut(&set) else {
-            return Ok(());
+            Entry::Vacant(free) => free.insert(ClaimSet {
+                members,
+                seen: BTreeSet::new(),
+                ended: 0,
+            }),
         };
         if known.members != members {
             return Err(

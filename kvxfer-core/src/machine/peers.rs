@@ -143,6 +143,10 @@ impl Machine {
         Ok(())
     }
 
+    pub(super) fn has_session(&self, incarnation: Incarnation) -> bool {
+        self.peers.get(&incarnation).is_some_and(|peer| peer.session.is_some())
+    }
+
     pub(super) fn check_room_for_peer(&self) -> Result<()> {
         if self.peers.len() + self.resolving.len() < self.config.peers_max {
             return Ok(());
@@ -375,10 +379,9 @@ impl Machine {
             return;
         };
         let had_session = peer.session.is_some();
-        for connection in [peer.connection.take(), peer.dial.take(), peer.parked.take()] {
-            if let Some(connection) = connection {
-                self.drop_connection(connection);
-            }
+        let connections = [peer.connection.take(), peer.dial.take(), peer.parked.take()];
+        for connection in connections.into_iter().flatten() {
+            self.drop_connection(connection);
         }
         self.drop_handshakes_with(incarnation);
         for key in [

@@ -393,8 +393,8 @@ impl World {
                 }
             }
             Action::Disconnect { connection } => {
+                // The other end still gets what was sent before.
                 if let Some(other) = self.ends.remove(&(index, connection)) {
-                    self.ends.remove(&other);
                     let (node, connection) = other;
                     self.push(soon, Event::Gone { node, connection });
                 }
@@ -404,7 +404,9 @@ impl World {
                     .links
                     .insert(peer.incarnation, LinkSender::new(LinkSenderConfig::default()));
                 let local = self.nodes[index].incarnation;
-                let Some(other) = self.node_of(peer.incarnation) else { return };
+                let Some(other) = self.node_of(peer.incarnation) else {
+                    return;
+                };
                 if self.nodes[other].links.contains_key(&local) {
                     for (from, to) in [(index, other), (other, index)] {
                         let lane = self.lane(from, to);
@@ -413,7 +415,14 @@ impl World {
                             sender.lane_up(lane);
                         }
                         let event = LinkEvent::Up;
-                        self.push(soon, Event::LinkEvent { node: from, peer, event });
+                        self.push(
+                            soon,
+                            Event::LinkEvent {
+                                node: from,
+                                peer,
+                                event,
+                            },
+                        );
                     }
                 }
             }
@@ -423,7 +432,14 @@ impl World {
                     return;
                 }
                 let event = LinkEvent::Closed;
-                self.push(soon, Event::LinkEvent { node: index, peer, event });
+                self.push(
+                    soon,
+                    Event::LinkEvent {
+                        node: index,
+                        peer,
+                        event,
+                    },
+                );
                 if let Some(other) = self.node_of(peer) {
                     for pair in [(index, other), (other, index)] {
                         *self.lanes.entry(pair).or_insert(1) += 1;
@@ -450,7 +466,9 @@ impl World {
 
     fn command(&mut self, index: usize, peer: Incarnation, command: LinkCommand) {
         let now = self.now;
-        let Some(sender) = self.nodes[index].links.get_mut(&peer) else { return };
+        let Some(sender) = self.nodes[index].links.get_mut(&peer) else {
+            return;
+        };
         match command {
             LinkCommand::Submit(spec) => {
                 let id = spec.id;
@@ -467,7 +485,14 @@ impl World {
                 let states = self.nodes[index].slots.chunk_states(peer, &chunks);
                 let chunks = chunks.into_iter().zip(states).collect();
                 let event = LinkEvent::LaneFenced { lane, chunks };
-                self.push(now, Event::LinkEvent { node: index, peer, event });
+                self.push(
+                    now,
+                    Event::LinkEvent {
+                        node: index,
+                        peer,
+                        event,
+                    },
+                );
             }
         }
     }
@@ -479,14 +504,20 @@ impl World {
             let lane = self.lane(index, other);
             loop {
                 let now = self.now;
-                let Some(sender) = self.nodes[index].links.get_mut(&peer) else { break };
+                let Some(sender) = self.nodes[index].links.get_mut(&peer) else {
+                    break;
+                };
                 while let Some(event) = sender.poll_event() {
                     let event = LinkEvent::Send(event);
                     self.sequence += 1;
                     self.events.push(Queued {
                         at: now,
                         sequence: self.sequence,
-                        event: Event::LinkEvent { node: index, peer, event },
+                        event: Event::LinkEvent {
+                            node: index,
+                            peer,
+                            event,
+                        },
                     });
                 }
                 let Some(chunk) = sender.next_chunk(0, now) else { break };

@@ -459,8 +459,9 @@ impl Machine {
         self.waits_for(handle)
     }
 
-    /// Makes a session with an endpoint, and a link, if there is none (prewarming). [`PeerChange::Ready`] follows, or
-    /// [`PeerChange::Lost`] only if there had been a session: whoever waits has its own deadline.
+    /// Makes a session with an endpoint, and a link, if there is none (prewarming). [`PeerChange::Ready`] follows if
+    /// there was no session, or [`PeerChange::Lost`] with the reason; nothing of an endpoint that is not known by its
+    /// incarnation and never answers.
     ///
     /// # Errors
     /// `InvalidArgument` for an address without sockets or this endpoint's own, `Busy` at the limit of peers, `Closed`.

@@ -56,10 +56,7 @@ impl Machine {
                 Error::new(ErrorKind::Closed, format!("endpoint {}", self.config.name)).because("it is shutting down")
             );
         }
-        if !self.peers.contains_key(&hello.incarnation)
-            && hello.expects.is_some()
-            && self.peers.len() >= self.config.peers_max
-        {
+        if !self.peers.contains_key(&hello.incarnation) && self.peers.len() >= self.config.peers_max {
             self.check_room_for_peer()?;
         }
         Ok(())

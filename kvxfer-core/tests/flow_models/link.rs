@@ -304,7 +304,7 @@ impl World {
         if let Some(placing) = connection.placing {
             self.table.abandon(&placing.header);
         }
-        let states = self.table.chunk_states(&connection.in_doubt);
+        let states = self.table.chunk_states(SENDER, &connection.in_doubt);
         let mut answer: Vec<_> = connection.in_doubt.iter().copied().zip(states).collect();
         match self.numbers.below(4) {
             0 => answer.reverse(),

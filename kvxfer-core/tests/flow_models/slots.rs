@@ -319,7 +319,10 @@ fn step(
                 Phase::Open if Model::bytes(&header).all(|byte| slot.applied.contains(&byte)) => ChunkState::Applied,
                 Phase::Open => ChunkState::Missing,
             };
-            prop_assert_eq!(table.chunk_states(&[header.name()]), [expected]);
+            prop_assert_eq!(
+                table.chunk_states(slot.writer.unwrap_or(peer(0)), &[header.name()]),
+                [expected]
+            );
         }
     }
     Ok(())

@@ -86,7 +86,9 @@ fn a_cancelled_grant_ends_its_push() {
     assert_eq!(world.error(0, transfer), ErrorKind::Cancelled);
     let now = world.now;
     let options = TransferOptions::default();
-    let again = world.nodes[0].machine.push(now, POOL, target(blocks([1])), &name, options);
+    let again = world.nodes[0]
+        .machine
+        .push(now, POOL, target(blocks([1])), &name, options);
     assert_eq!(again.unwrap_err().kind(), ErrorKind::InvalidArgument);
     world.run_ms(1_000);
     // The verdict was acknowledged: nothing is remembered of the grant.
@@ -219,7 +221,9 @@ fn a_read_grant_is_pulled_once() {
     assert_eq!(world.nodes[0].colour(7), Some(22));
     let now = world.now;
     let options = TransferOptions::default();
-    let again = world.nodes[0].machine.pull(now, &name, POOL, target(blocks([7])), options);
+    let again = world.nodes[0]
+        .machine
+        .pull(now, &name, POOL, target(blocks([7])), options);
     assert_eq!(again.unwrap_err().kind(), ErrorKind::InvalidArgument);
     let other = pull(&mut world, 2, &name, 7);
     world.run_ms(10);

@@ -250,7 +250,10 @@ impl World {
     /// Gives a message once more, as a resumed session might, or on a connection that is gone.
     pub(crate) fn inject(&mut self, index: ConnectionIndex, end: usize, stale: bool) {
         let side = &self.connections[index].ends[end];
-        if side.open == stale {
+        let sender = &self.nodes[self.connections[index].ends[1 - end].node];
+        // The dead and the stopped send nothing: what they repeat would be taken for a sign of life.
+        let silent = sender.stalled || self.incarnation_at(index, 1 - end).is_none();
+        if side.open == stale || (silent && !stale) {
             return;
         }
         let (node, id) = (side.node, side.id);

@@ -378,7 +378,6 @@ impl Machine {
         let Some(mut peer) = self.peers.remove(&incarnation) else {
             return;
         };
-        let had_session = peer.session.is_some();
         let connections = [peer.connection.take(), peer.dial.take(), peer.parked.take()];
         for connection in connections.into_iter().flatten() {
             self.drop_connection(connection);
@@ -393,12 +392,11 @@ impl Machine {
             self.timers.clear(key);
         }
         self.end_handles_with(now, incarnation, &error, false);
-        if had_session {
-            self.actions.push_back(Action::Peer {
-                peer: incarnation,
-                change: PeerChange::Lost(error),
-            });
-        }
+        // Also of a peer that was never reached: whoever connects ahead of time waits for this.
+        self.actions.push_back(Action::Peer {
+            peer: incarnation,
+            change: PeerChange::Lost(error),
+        });
     }
 
     /// Fences everything of a session that has gone, and ends every handle with it; except, if the session was

@@ -341,7 +341,7 @@ impl Lane {
         } else {
             Sent::Blocked
         };
-        writer.pump_copies(link, turn.now)?;
+        let freed = writer.pump_copies(link, turn.now)?;
         shared.idle.store(sent == Sent::Nothing, Ordering::Relaxed);
         self.writer_copying = writer.copying();
         self.writer_starved = writer.starved;
@@ -355,7 +355,7 @@ impl Lane {
         if settled {
             link.report();
         }
-        self.wants_turn = sent == Sent::All || (reads(reader) && self.ack_backlog < ACK_BACKLOG_MAX);
+        self.wants_turn = sent == Sent::All || (freed && sent == Sent::Nothing) || (reads(reader) && self.ack_backlog < ACK_BACKLOG_MAX);
         Ok(())
     }
 

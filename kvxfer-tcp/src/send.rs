@@ -307,22 +307,26 @@ impl Writer {
         }
     }
 
-    /// Moves staged chunks on: starts and polls copies. An error is the memory domain's.
-    pub(crate) fn pump_copies(&mut self, link: &LinkCore, now: Time) -> Result<(), TcpError> {
+    /// Moves staged chunks on: starts and polls copies. True if one can be sent that could not before. An error is the
+    /// memory domain's.
+    pub(crate) fn pump_copies(&mut self, link: &LinkCore, now: Time) -> Result<bool, TcpError> {
         self.starved = false;
         let Some(connection) = &self.connection else {
-            return Ok(());
+            return Ok(false);
         };
+        let mut freed = false;
         let mut index = 0;
         while index < self.queue.len() {
             let Item::Chunk(chunk) = &mut self.queue[index] else {
                 index += 1;
                 continue;
             };
+            let before = chunk.is_ready();
             let (pumped, fenced) = chunk.pump(&connection.staging);
             self.gate_fenced |= fenced;
             match pumped {
                 Ok(true) => {
+                    freed |= !before && chunk.is_ready();
                     self.starved |= chunk.is_waiting();
                     index += 1;
                 }
@@ -331,6 +335,7 @@ impl Writer {
                     self.queued_bytes -= u64::from(chunk.name.length);
                     settle_missing(link, connection.name, chunk.name, now);
                     self.settled = true;
+                    freed = true;
                 }
                 Err(source) => {
                     return Err(TcpError::Copy {
@@ -340,7 +345,7 @@ impl Writer {
                 }
             }
         }
-        Ok(())
+        Ok(freed)
     }
 
     /// Gives staging buffers back while the socket takes nothing: their bytes are gathered again when it does. Called
@@ -482,6 +487,17 @@ impl OutChunk {
             self.payload,
             OutPayload::Staged {
                 stage: Stage::Copying(_),
+                ..
+            }
+        )
+    }
+
+    /// Whether nothing but the socket holds it up.
+    fn is_ready(&self) -> bool {
+        !matches!(
+            self.payload,
+            OutPayload::Staged {
+                stage: Stage::Waiting | Stage::Copying(_),
                 ..
             }
         )

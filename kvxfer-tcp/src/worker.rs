@@ -33,6 +33,8 @@ pub(crate) struct WorkerShared {
     // Whether the thread sleeps or is about to: only then is a wake-up worth a system call.
     asleep: AtomicBool,
     stopping: AtomicBool,
+    // The thread has ended: kicks would only keep their links alive.
+    gone: AtomicBool,
     pub(crate) staging: Arc<StagingPool>,
 }
 
@@ -43,6 +45,7 @@ impl WorkerShared {
             kicks: SegQueue::new(),
             asleep: AtomicBool::new(false),
             stopping: AtomicBool::new(false),
+            gone: AtomicBool::new(false),
             staging: StagingPool::new(config.staging_buffers_max),
         }))
     }
@@ -50,7 +53,15 @@ impl WorkerShared {
     /// Has the thread look at a lane.
     pub(crate) fn push(&self, link: Arc<LinkCore>, lane: u16) {
         self.kicks.push((link, lane));
+        // Either this sees that the thread is gone, or the thread's last look sees the kick.
+        if self.gone.load(Ordering::SeqCst) {
+            self.clear();
+        }
         self.wake();
+    }
+
+    fn clear(&self) {
+        while self.kicks.pop().is_some() {}
     }
 
     /// Has the thread end.
@@ -120,6 +131,8 @@ impl Worker {
             self.give_turns();
         }
         self.end();
+        self.shared.gone.store(true, Ordering::SeqCst);
+        self.shared.clear();
     }
 
     /// Waits until there is something to do.
@@ -321,7 +334,7 @@ impl Worker {
     }
 
     /// Closes all lanes, giving copies under way a bounded time.
-    fn end(mut self) {
+    fn end(&mut self) {
         let limit = sys::now() + self.transport.config.shutdown_timeout;
         loop {
             self.take_kicks();

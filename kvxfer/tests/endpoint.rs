@@ -382,6 +382,8 @@ fn draining_refuses_new_work_and_waits_for_the_old() {
 fn closing_with_work_in_flight_is_bounded_and_ends_everything() {
     let (prefill, decode) = pair();
     let sources = [prefill.endpoint.address()];
+    // So that the other side has heard of everything that is closed.
+    decode.endpoint.connect(&sources[0], LONG).unwrap();
     let mut claims = Vec::new();
     let mut offers = Vec::new();
     for n in 0..BLOCKS {

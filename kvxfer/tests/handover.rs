@@ -227,7 +227,6 @@ fn an_offer_serves_as_many_readers_as_it_was_opened_for() {
         .endpoint
         .claim("shared", &other.pool, &sources, ClaimOptions::default())
         .unwrap();
-    late.fill(tokens(16, [4])).unwrap();
     let error = late.arrived().wait(LONG).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::AlreadyClaimed, "{error}");
 }

@@ -634,6 +634,7 @@ impl Machine {
                     (advert.id, pool)
                 })
                 .collect();
+            peer.pools_told = peer.pools.last_key_value().map(|(id, _)| *id);
         }
         if fresh {
             peer.session = Some(Session::new(number, token, dialed));

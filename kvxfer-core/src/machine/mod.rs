@@ -108,6 +108,9 @@ pub struct Machine {
     pulls: BTreeMap<HandleId, Pull>,
     /// Peers' grants that this side writes into.
     uses: BTreeMap<GrantName, UseOwner>,
+    /// Peers' grants that pushes of this side have used: none is good for a second. Oldest first, with their times.
+    spent: BTreeSet<GrantName>,
+    spent_since: VecDeque<(Time, GrantName)>,
     slot_uses: BTreeMap<SlotKey, SlotUse>,
     /// Handles whose end, or next step, waits for a fence.
     fencing: BTreeSet<HandleId>,
@@ -216,6 +219,8 @@ impl Machine {
             pushes: BTreeMap::new(),
             pulls: BTreeMap::new(),
             uses: BTreeMap::new(),
+            spent: BTreeSet::new(),
+            spent_since: VecDeque::new(),
             slot_uses: BTreeMap::new(),
             fencing: BTreeSet::new(),
             fences_changed: false,
@@ -580,7 +585,7 @@ impl Machine {
                     }
                 }
                 TimerKey::Starved => self.on_starved_timer(now),
-                TimerKey::FencePoll => {}
+                TimerKey::FencePoll => self.look_at_fences(now),
                 TimerKey::Shutdown => self.force_shutdown(now),
             }
             self.settle(now);

@@ -158,10 +158,11 @@ impl Machine {
 
     /// The peer needs no verdict on this slot (any more).
     pub(super) fn slot_acknowledged(&mut self, now: Time, from: Incarnation, slot: SlotKey) {
+        let writer = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
         let Some(used) = self.slot_uses.get_mut(&slot) else {
             return;
         };
-        if used.peer.is_some_and(|peer| peer != from) {
+        if used.peer.or(writer).is_some_and(|peer| peer != from) {
             return;
         }
         used.acknowledged = true;
@@ -172,12 +173,20 @@ impl Machine {
 
     /// A sender asks what became of a grant, and binds it to its session if that is still open.
     pub(super) fn asked(&mut self, now: Time, from: Incarnation, grant: GrantName) {
+        let slot = (grant.slot, grant.generation);
+        let writer = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
         let used = (grant.incarnation == self.incarnation)
-            .then(|| self.slot_uses.get_mut(&(grant.slot, grant.generation)))
-            .flatten()
-            .filter(|used| used.peer.is_none_or(|peer| peer == from));
+            .then(|| self.slot_uses.get_mut(&slot))
+            .flatten();
         let verdict = match used {
             None => Verdict::Unknown,
+            // A grant is used once: what became of it is said to its user only.
+            Some(used) if used.peer.or(writer).is_some_and(|peer| peer != from) => {
+                let error = Error::new(ErrorKind::AlreadyClaimed, format!("grant {grant}"))
+                    .because("another endpoint uses it")
+                    .remedy("ask its owner for a grant of its own");
+                Verdict::Failed(error)
+            }
             Some(SlotUse {
                 verdict: Some(verdict), ..
             }) => verdict.clone(),

@@ -10,11 +10,17 @@ use super::types::{HandleId, Outcome, TransferOptions};
 use super::{Ending, Machine, UseOwner};
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::{Gate, MESSAGE_BYTES_MAX, PartExtent, SendPart, SendSpec, TransferId};
-use crate::id::{Incarnation, PoolId};
+use crate::id::{GrantName, Incarnation, PoolId};
 use crate::mutants::{self, Mutant};
 use crate::plan::{self, Target};
 use crate::time::Time;
 use crate::wire::{Access, Grant, Message, Verdict};
+
+fn spent(grant: GrantName) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("grant {grant}"))
+        .because("it is being used, or was")
+        .remedy("a grant is good for one transfer: ask for another")
+}
 
 /// An open push.
 pub(super) struct Push {
@@ -117,10 +123,8 @@ impl Machine {
                 .remedy("send large payloads as blocks"));
         }
         self.check_grant(grant, Access::Write)?;
-        if self.uses.contains_key(&grant.name) {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("grant {}", grant.name))
-                .because("it is being used")
-                .remedy("a grant is good for one transfer: ask for another"));
+        if self.uses.contains_key(&grant.name) || self.spent.contains(&grant.name) {
+            return Err(spent(grant.name));
         }
         let peer = grant.name.incarnation;
         self.check_room_on_session(peer)?;
@@ -147,14 +151,14 @@ impl Machine {
         );
         self.uses.insert(grant.name, UseOwner::Push(id));
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
-            if let Err(error) = self.start_push(now, id) {
-                // Nothing has begun: the caller hears of it at once.
-                self.pushes.remove(&id);
-                self.uses.remove(&grant.name);
-                self.forget_timers(id);
-                return Err(error);
-            }
+        if self.has_session(peer)
+            && let Err(error) = self.start_push(now, id)
+        {
+            // Nothing has begun: the caller hears of it at once.
+            self.pushes.remove(&id);
+            self.uses.remove(&grant.name);
+            self.forget_timers(id);
+            return Err(error);
         }
         Ok(id)
     }
@@ -166,7 +170,9 @@ impl Machine {
         };
         let peer = push.peer;
         let own = self.pool(push.pool)?;
-        let layout = self.grant_layout(&push.grant)?;
+        let Some(layout) = self.grant_layout(&push.grant)? else {
+            return Ok(());
+        };
         let target = Arc::new(push.grant.target.clone());
         let stream = plan::source_stream(&own.layout, &push.source, &layout, &target, PartExtent::WHOLE)?;
         let (name, gate, regions) = (push.grant.name, push.gate.clone(), own.regions.clone());
@@ -350,6 +356,7 @@ impl Machine {
         let Some(push) = self.pushes.remove(&id) else { return };
         push.gate.close();
         self.uses.remove(&push.grant.name);
+        self.spend(now, push.grant.name);
         self.forget_timers(id);
         if push.stage != PushStage::Peer {
             match push.transfer {
@@ -358,6 +365,20 @@ impl Machine {
             }
         }
         self.complete(id, result);
+    }
+
+    /// Remembers a grant that was used, for as long as its owner may still say of it that it has arrived.
+    fn spend(&mut self, now: Time, grant: GrantName) {
+        let (retention, count_max) = (self.config.verdict_retention, self.config.ended_keys_max);
+        if self.spent.insert(grant) {
+            self.spent_since.push_back((now, grant));
+        }
+        while let Some((since, oldest)) = self.spent_since.front().copied()
+            && (now.since(since) > retention || self.spent_since.len() > count_max)
+        {
+            self.spent.remove(&oldest);
+            self.spent_since.pop_front();
+        }
     }
 
     pub(super) fn pushes_lost(&mut self, now: Time, peer: Incarnation, error: &Error, replaced: bool) {
@@ -443,9 +464,13 @@ impl Machine {
             return Err(Error::new(ErrorKind::InvalidArgument, "a pull of 0 bytes").remedy("select at least one token"));
         }
         self.check_grant(grant, Access::Read)?;
+        if self.spent.contains(&grant.name) {
+            return Err(spent(grant.name));
+        }
         let peer = grant.name.incarnation;
         self.check_room_on_session(peer)?;
         self.want_grant_owner(now, grant)?;
+        self.spend(now, grant.name);
         let id = self.new_handle();
         let deadline = deadline_of(now, grant, &options);
         self.pulls.insert(
@@ -465,12 +490,12 @@ impl Machine {
             },
         );
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
-            if let Err(error) = self.start_pull(now, id) {
-                self.pulls.remove(&id);
-                self.forget_timers(id);
-                return Err(error);
-            }
+        if self.has_session(peer)
+            && let Err(error) = self.start_pull(now, id)
+        {
+            self.pulls.remove(&id);
+            self.forget_timers(id);
+            return Err(error);
         }
         Ok(id)
     }
@@ -479,7 +504,9 @@ impl Machine {
         let Some(pull) = self.pulls.get(&id) else { return Ok(()) };
         let (peer, pool, name, target) = (pull.peer, pull.pool, pull.grant.name, pull.target.clone());
         let remaining_ms = pull.deadline.remaining_ms(now);
-        self.grant_layout(&pull.grant)?;
+        if self.grant_layout(&pull.grant)?.is_none() {
+            return Ok(());
+        }
         let geometry_hash = self.pool(pool)?.layout.geometry_hash();
         let slot = self.open_slot(SlotOwner::Pull(id), Some(peer), pool, target.clone(), None)?;
         let into = Grant {
@@ -651,10 +678,15 @@ impl Machine {
         self.want_peer(now, &address)
     }
 
-    /// The layout of the grant's pool, as its owner has told it.
-    fn grant_layout(&self, grant: &Grant) -> Result<Arc<crate::layout::PoolLayout>> {
+    /// The layout of the grant's pool, as its owner has told it; `None` if the grant has overtaken that news: what waits
+    /// for it is started by it.
+    fn grant_layout(&self, grant: &Grant) -> Result<Option<Arc<crate::layout::PoolLayout>>> {
         let peer = grant.name.incarnation;
-        let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&grant.pool));
+        let owner = self.peers.get(&peer);
+        let advert = owner.and_then(|owner| owner.pools.get(&grant.pool));
+        if advert.is_none() && owner.is_some_and(|owner| owner.pools_told < Some(grant.pool)) {
+            return Ok(None);
+        }
         let Some(advert) = advert else {
             return Err(Error::new(
                 ErrorKind::NotRegistered,
@@ -663,7 +695,7 @@ impl Machine {
             .because("its owner has closed it"));
         };
         super::check_geometry(&advert.layout, grant.geometry_hash, grant.pool)?;
-        Ok(advert.layout.clone())
+        Ok(Some(advert.layout.clone()))
     }
 }
 

@@ -2,8 +2,7 @@
 // Each test binary uses a part of it.
 #![allow(dead_code, clippy::print_stdout)]
 
-use std::collections::HashMap;
-use std::io::Read;
+use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
@@ -20,10 +19,11 @@ use kvxfer_core::transport::{Link, LinkEvent, LinkPeer, LinkWatcher, Transport};
 use kvxfer_core::wire::lane::{HELLO_BYTES, LaneHello};
 use kvxfer_core::{Error, Generation, Incarnation, PoolId, Result, SlotId};
 use kvxfer_tcp::{TcpConfig, TcpTransport};
+use kvxfer_testkit::staged::StagedMemory;
 use parking_lot::{Condvar, Mutex};
 
 /// How long anything may take before a test gives up.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+pub const PATIENCE: Duration = Duration::from_secs(5);
 
 /// Equal pieces at given places: what a block list comes to.
 #[derive(Debug)]
@@ -179,8 +179,6 @@ pub struct Log {
     pub events: Mutex<Vec<LinkEvent>>,
     changed: Condvar,
     relay: Mutex<Option<mpsc::Sender<LinkEvent>>>,
-    /// Sender events by transfer, for quick waits.
-    ended: Mutex<HashMap<TransferId, SendEvent>>,
 }
 
 impl LinkWatcher for Log {
@@ -345,6 +343,8 @@ pub struct Pair {
     pub log_a: Arc<Log>,
     pub log_b: Arc<Log>,
     relays: Vec<JoinHandle<()>>,
+    /// Fences wait while this is set.
+    pub hold_fences: Arc<AtomicBool>,
 }
 
 /// The session secret of all pairs.
@@ -378,7 +378,11 @@ impl Pair {
         }
         let link_b = b.transport.connect(a.peer(&b, token, false), log_b.clone()).unwrap();
         let link_a = a.transport.connect(to_b, log_a.clone()).unwrap();
-        let relays = vec![relay(&log_a, &link_a, &link_b), relay(&log_b, &link_b, &link_a)];
+        let hold_fences = Arc::new(AtomicBool::new(false));
+        let relays = vec![
+            relay(&log_a, &link_b, &hold_fences),
+            relay(&log_b, &link_a, &hold_fences),
+        ];
         Pair {
             a,
             b,
@@ -387,6 +391,7 @@ impl Pair {
             log_a,
             log_b,
             relays,
+            hold_fences,
         }
     }
 
@@ -401,6 +406,7 @@ impl Drop for Pair {
     fn drop(&mut self) {
         self.link_a.close();
         self.link_b.close();
+        self.hold_fences.store(false, Ordering::SeqCst);
         *self.log_a.relay.lock() = None;
         *self.log_b.relay.lock() = None;
         for relay in self.relays.drain(..) {
@@ -410,13 +416,15 @@ impl Drop for Pair {
 }
 
 /// Carries one side's fence requests and answers to the other, as the control plane does.
-fn relay(log: &Arc<Log>, own: &Arc<dyn Link>, other: &Arc<dyn Link>) -> JoinHandle<()> {
+fn relay(log: &Arc<Log>, other: &Arc<dyn Link>, hold: &Arc<AtomicBool>) -> JoinHandle<()> {
     let (sender, receiver) = mpsc::channel();
     *log.relay.lock() = Some(sender);
-    // A copy of what was reported before the relay was there is not needed: lanes come up first.
-    let (_own, other) = (own.clone(), other.clone());
+    let (other, hold) = (other.clone(), hold.clone());
     std::thread::spawn(move || {
         for event in receiver {
+            while hold.load(Ordering::SeqCst) {
+                std::thread::sleep(Duration::from_millis(1));
+            }
             match event {
                 LinkEvent::LaneLost { lane, chunks, .. } => other.fence_lane(lane, chunks),
                 LinkEvent::LaneFenced { lane, chunks } => other.lane_fenced(lane, chunks),
@@ -536,5 +544,214 @@ pub fn random_pieces(seed: u64, pool: u64, count: usize, length: u64) -> Pieces 
         region: 0,
         offsets: order[..count].iter().map(|slot| slot * length).collect(),
         length,
+    }
+}
+
+/// What a test runs in: host memory or a domain without a host view, over IPv4 or IPv6.
+pub struct World {
+    pub ip: IpAddr,
+    pub staged: Option<Arc<StagedMemory>>,
+}
+
+impl World {
+    pub fn new(ip: IpAddr, staged: bool) -> World {
+        World {
+            ip,
+            staged: staged.then(|| StagedMemory::new(Duration::from_micros(300), 7).unwrap()),
+        }
+    }
+
+    pub fn region(&self, bytes: u64) -> Arc<Region> {
+        match &self.staged {
+            Some(domain) => domain.allocate(bytes).unwrap(),
+            None => Region::allocate(bytes).unwrap(),
+        }
+    }
+
+    pub fn regions(&self, bytes: u64) -> Arc<[Arc<Region>]> {
+        Arc::new([self.region(bytes)])
+    }
+
+    pub fn pair(&self, config: TcpConfig) -> Pair {
+        Pair::with(config.clone(), config, self.ip, None).up()
+    }
+
+    pub fn through(&self, config: TcpConfig, proxy: &Proxy) -> Pair {
+        Pair::with(config.clone(), config, self.ip, Some(&|target| proxy.to(target))).up()
+    }
+
+    pub fn proxy(&self) -> Proxy {
+        Proxy::new(self.ip)
+    }
+}
+
+impl Drop for World {
+    fn drop(&mut self) {
+        if let Some(domain) = &self.staged
+            && !std::thread::panicking()
+        {
+            assert_eq!(domain.violations(), Vec::<String>::new());
+            assert!(domain.copies_done() > 0, "the staged path was not taken");
+        }
+    }
+}
+
+/// Makes a test of each function, in every world.
+#[macro_export]
+macro_rules! in_every_world {
+    ($($name:ident),* $(,)?) => {
+        mod host_ipv4 { $( #[test] fn $name() { super::$name(&super::World::new(super::v4(), false)); } )* }
+        mod host_ipv6 { $( #[test] fn $name() { super::$name(&super::World::new(super::v6(), false)); } )* }
+        mod staged_ipv4 { $( #[test] fn $name() { super::$name(&super::World::new(super::v4(), true)); } )* }
+        mod staged_ipv6 { $( #[test] fn $name() { super::$name(&super::World::new(super::v6(), true)); } )* }
+    };
+}
+
+/// A TCP relay between a dialing transport and a listener, which can stall and cut what it carries.
+pub struct Proxy {
+    pub address: SocketAddr,
+    state: Arc<ProxyState>,
+    listener: Mutex<Option<TcpListener>>,
+}
+
+struct ProxyState {
+    /// Bytes towards the listener that may pass, over all connections.
+    allowance: AtomicU64,
+    passed: AtomicU64,
+    connections: Mutex<Vec<(TcpStream, TcpStream)>>,
+    stopping: AtomicBool,
+}
+
+impl Proxy {
+    pub fn new(ip: IpAddr) -> Proxy {
+        let listener = TcpListener::bind((ip, 0)).unwrap();
+        // Small buffers, so that a stalled relay really stalls the sender.
+        rustix::net::sockopt::set_socket_recv_buffer_size(&listener, 256 << 10).unwrap();
+        Proxy {
+            address: listener.local_addr().unwrap(),
+            state: Arc::new(ProxyState {
+                allowance: AtomicU64::new(u64::MAX),
+                passed: AtomicU64::new(0),
+                connections: Mutex::default(),
+                stopping: AtomicBool::new(false),
+            }),
+            listener: Mutex::new(Some(listener)),
+        }
+    }
+
+    /// Starts relaying to this address; gives the relay's own.
+    pub fn to(&self, target: SocketAddr) -> SocketAddr {
+        let listener = self.listener.lock().take().unwrap();
+        let state = self.state.clone();
+        std::thread::spawn(move || {
+            for stream in listener.incoming() {
+                if state.stopping.load(Ordering::SeqCst) {
+                    return;
+                }
+                let (Ok(client), Ok(server)) = (stream, TcpStream::connect(target)) else { continue };
+                let _ = (client.set_nodelay(true), server.set_nodelay(true));
+                let mut connections = state.connections.lock();
+                connections.push((client.try_clone().unwrap(), server.try_clone().unwrap()));
+                drop(connections);
+                let (client2, server2, state2) = (client.try_clone().unwrap(), server.try_clone().unwrap(), state.clone());
+                std::thread::spawn(move || state2.carry(client, server, true));
+                let state2 = state.clone();
+                std::thread::spawn(move || state2.carry(server2, client2, false));
+            }
+        });
+        self.address
+    }
+
+    /// Lets this many more bytes pass towards the listener, then stalls.
+    pub fn stall_after(&self, bytes: u64) {
+        let passed = self.state.passed.load(Ordering::SeqCst);
+        self.state.allowance.store(passed + bytes, Ordering::SeqCst);
+    }
+
+    pub fn resume(&self) {
+        self.state.allowance.store(u64::MAX, Ordering::SeqCst);
+    }
+
+    pub fn passed(&self) -> u64 {
+        self.state.passed.load(Ordering::SeqCst)
+    }
+
+    /// Waits until the relay has stalled.
+    pub fn stalled(&self) {
+        let end = Instant::now() + PATIENCE;
+        while self.passed() < self.state.allowance.load(Ordering::SeqCst) {
+            assert!(Instant::now() < end, "nothing to stall");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    /// Cuts all connections that there are.
+    pub fn cut(&self) -> usize {
+        let connections = std::mem::take(&mut *self.state.connections.lock());
+        for (client, server) in &connections {
+            let _ = client.shutdown(std::net::Shutdown::Both);
+            let _ = server.shutdown(std::net::Shutdown::Both);
+        }
+        connections.len()
+    }
+
+    /// Cuts one connection.
+    pub fn cut_one(&self) {
+        let (client, server) = self.state.connections.lock().remove(0);
+        let _ = client.shutdown(std::net::Shutdown::Both);
+        let _ = server.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+impl ProxyState {
+    fn carry(&self, mut from: TcpStream, mut to: TcpStream, counted: bool) {
+        let mut bytes = vec![0; 64 << 10];
+        while let Ok(length) = from.read(&mut bytes) {
+            if length == 0 {
+                break;
+            }
+            let mut sent = 0;
+            while sent < length {
+                let mut step = length - sent;
+                if counted {
+                    let left = self.allowance.load(Ordering::SeqCst).saturating_sub(self.passed.load(Ordering::SeqCst));
+                    if left == 0 {
+                        if self.stopping.load(Ordering::SeqCst) {
+                            return;
+                        }
+                        std::thread::sleep(Duration::from_millis(1));
+                        continue;
+                    }
+                    step = step.min(left as usize);
+                }
+                if to.write_all(&bytes[sent..sent + step]).is_err() {
+                    let _ = from.shutdown(std::net::Shutdown::Both);
+                    return;
+                }
+                sent += step;
+                if counted {
+                    self.passed.fetch_add(step as u64, Ordering::SeqCst);
+                }
+            }
+        }
+        let _ = to.shutdown(std::net::Shutdown::Both);
+    }
+}
+
+impl Drop for Proxy {
+    fn drop(&mut self) {
+        self.state.stopping.store(true, Ordering::SeqCst);
+        self.resume();
+        self.cut();
+        let _ = TcpStream::connect(self.address);
+    }
+}
+
+/// Small socket buffers: what is sent is soon held up by who does not read.
+pub fn small_buffers() -> TcpConfig {
+    TcpConfig {
+        send_buffer_bytes: 128 << 10,
+        receive_buffer_bytes: 256 << 10,
+        ..TcpConfig::default()
     }
 }

@@ -42,7 +42,6 @@ pub fn endpoint_with(name: &str, config: Config) -> Endpoint {
     Endpoint::builder()
         .config(config)
         .name(name)
-        .listen(loopback())
         .build()
         .unwrap()
 }

@@ -195,11 +195,27 @@ fn parts_of_a_real_pool_may_not_overlap() {
         let peer = Incarnation::from_bits(1);
         let begin = |header| table.begin(peer, &header);
         assert!(matches!(begin(part(0, (0, 2), (0, 16))), Ok(Placement::Place { .. })));
-        assert!(matches!(begin(part(1, (2, last_layer), (0, 16))), Ok(Placement::Place { .. })));
+        assert!(matches!(
+            begin(part(1, (2, last_layer), (0, 16))),
+            Ok(Placement::Place { .. })
+        ));
         let error = begin(part(2, (last_layer - 1, last_layer), (15, 20))).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::Protocol);
-        assert!(error.to_string().contains("pool 3") && error.to_string().contains("overlaps"), "{error}");
-        assert!(matches!(begin(part(3, (0, last_layer), (16, 40))), Ok(Placement::Place { .. })));
-        assert!(begin(ChunkHeader { part: 4, ..whole(name, 0, 16) }).is_err(), "the whole overlaps");
+        assert!(
+            error.to_string().contains("pool 3") && error.to_string().contains("overlaps"),
+            "{error}"
+        );
+        assert!(matches!(
+            begin(part(3, (0, last_layer), (16, 40))),
+            Ok(Placement::Place { .. })
+        ));
+        assert!(
+            begin(ChunkHeader {
+                part: 4,
+                ..whole(name, 0, 16)
+            })
+            .is_err(),
+            "the whole overlaps"
+        );
     }
 }

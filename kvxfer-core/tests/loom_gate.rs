@@ -71,7 +71,11 @@ fn nobody_writes_after_the_fence() {
         }
         writer.join().unwrap();
         assert!(blocks.gate.fenced());
-        assert_eq!(blocks.fences_made.load(Ordering::Relaxed), 1, "the fence is made exactly once");
+        assert_eq!(
+            blocks.fences_made.load(Ordering::Relaxed),
+            1,
+            "the fence is made exactly once"
+        );
         assert_eq!(blocks.read(), 9);
     });
 }

@@ -16,8 +16,8 @@ use kvxfer_core::transport::Path;
 use kvxfer_core::wire::Grant;
 use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
 
-use crate::completion::{Completer, Completion, Wakers};
-use crate::control::{Shared, State};
+use crate::completion::{Completer, Completion, Waiting, Wakers};
+use crate::control::{Shared, State, seen_to};
 use crate::events::{EventQueue, EventSource};
 
 /// How an offer ended well: its blocks may be reused.
@@ -351,6 +351,8 @@ pub(crate) struct Entry {
     pub(crate) kind: HandleKind,
     pub(crate) sink: Sink,
     pub(crate) events: Option<Arc<EventSource>>,
+    /// An event is waited for as much as anything.
+    pub(crate) _waiting: Option<Waiting>,
     pub(crate) opened: Time,
 }
 
@@ -405,6 +407,7 @@ impl SlotWatcher for GrantWatcher {
             message,
         }));
         let Some(wakers) = wakers else { return };
+        seen_to();
         if let Some((queue, source, id)) = &self.events
             && let Some(id) = id.get()
         {

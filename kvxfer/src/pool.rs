@@ -194,7 +194,7 @@ impl Pool {
         let shared = &inner.shared;
         let pool = inner.id()?;
         let bytes = target.bytes(&inner.layout)?;
-        let (completion, completer) = Completion::new();
+        let (completion, completer) = Completion::new(None);
         let events = options.events.map(|data| shared.events.reserve(data));
         let id_cell = events.as_ref().map(|_| Arc::default());
         let watcher = GrantWatcher {
@@ -222,6 +222,7 @@ impl Pool {
                     kind: HandleKind::Grant,
                     sink: Sink::Arrival(completer),
                     events: events.clone(),
+                    _waiting: None,
                     opened: now,
                 },
             );

@@ -389,7 +389,10 @@ impl LiveSlot {
         self.gate.close()
     }
 
-    pub(super) fn chunk_state(&self, chunk: &ChunkName) -> ChunkState {
+    pub(super) fn chunk_state(&self, from: Incarnation, chunk: &ChunkName) -> ChunkState {
+        if self.writer.is_some_and(|writer| writer != from) && !mutants::is(Mutant::IgnoreWriter) {
+            return ChunkState::Refused;
+        }
         match self.phase {
             Phase::Open => {}
             Phase::Arrived => return ChunkState::Arrived,

@@ -59,6 +59,8 @@ pub(super) fn validate(spec: &PoolSpec) -> Result<Derived> {
     for (index, plane) in spec.planes.iter().enumerate() {
         check_plane(spec, index, plane, &local_heads)?;
     }
+    // After the planes, whose own complaints say more about a region that follows from them.
+    check_regions(spec)?;
     let (layer_starts, layer_planes) = planes_by_layer(spec);
     for layer in 0..spec.layers.len() {
         let planes = &layer_planes[layer_starts[layer] as usize..layer_starts[layer + 1] as usize];
@@ -107,6 +109,10 @@ fn check_counts(spec: &PoolSpec) -> Result<()> {
                 .remedy("split the pool"));
         }
     }
+    Ok(())
+}
+
+fn check_regions(spec: &PoolSpec) -> Result<()> {
     for (index, &length) in spec.regions.iter().enumerate() {
         if length == 0 || length > REGION_BYTES_MAX {
             return Err(invalid(format!("region {index} of {length} bytes"))

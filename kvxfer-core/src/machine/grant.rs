@@ -233,9 +233,11 @@ impl Machine {
             .grants
             .iter()
             .filter(|(_, grant)| {
-                self.slot_uses
-                    .get(&grant.slot)
-                    .is_some_and(|used| used.peer == Some(peer))
+                let slot = grant.slot;
+                let bound = self.slot_uses.get(&slot).and_then(|used| used.peer);
+                // Bound by a holder or a question, else by the first chunk.
+                let written = || self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
+                bound.or_else(written) == Some(peer)
             })
             .map(|(id, _)| *id)
             .collect();

@@ -326,13 +326,10 @@ impl Machine {
         if peer.connection.is_some() && now >= peer.last_sent + heartbeat {
             self.send_heartbeat(now, incarnation);
         }
-        let next = self
-            .peers
-            .get(&incarnation)
-            .map_or(now, |peer| peer.last_sent.max(now.min(peer.last_sent + heartbeat)))
-            + heartbeat;
-        self.timers
-            .set(TimerKey::Heartbeat(incarnation), next.max(now + heartbeat / 4));
+        // Counted from what was said last, so that a busy session sends no heartbeats; never at once again.
+        let said = self.peers.get(&incarnation).map_or(now, |peer| peer.last_sent);
+        let next = (said + heartbeat).max(now + heartbeat / 4);
+        self.timers.set(TimerKey::Heartbeat(incarnation), next);
     }
 
     pub(super) fn on_liveness_timer(&mut self, now: Time, incarnation: Incarnation) {
@@ -378,7 +375,6 @@ impl Machine {
         let Some(mut peer) = self.peers.remove(&incarnation) else {
             return;
         };
-        let had_session = peer.session.is_some();
         let connections = [peer.connection.take(), peer.dial.take(), peer.parked.take()];
         for connection in connections.into_iter().flatten() {
             self.drop_connection(connection);
@@ -393,12 +389,10 @@ impl Machine {
             self.timers.clear(key);
         }
         self.end_handles_with(now, incarnation, &error, false);
-        if had_session {
-            self.actions.push_back(Action::Peer {
-                peer: incarnation,
-                change: PeerChange::Lost(error),
-            });
-        }
+        self.actions.push_back(Action::Peer {
+            peer: incarnation,
+            change: PeerChange::Lost(error),
+        });
     }
 
     /// Fences everything of a session that has gone, and ends every handle with it; except, if the session was

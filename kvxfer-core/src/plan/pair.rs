@@ -58,6 +58,17 @@ pub(super) fn matching_planes(
         }
     });
     if found.is_empty() {
+        // Planes of the right kind without the right heads: a differing field says more than the heads do.
+        let mut differing = Ok(());
+        each_matching_kind(source, source_layer, destination, plane, |ordinal, _| {
+            if differing.is_ok() {
+                let have = source.layer_planes(source_layer)[ordinal as usize];
+                let have = source.class(source.plane_class(have));
+                let wanted = destination.class(destination.plane_class(plane));
+                differing = check_classes(source, have, destination, wanted);
+            }
+        });
+        differing?;
         return Err(mismatch(
             "planes",
             kinds(source, source.layer_planes(source_layer)),

@@ -217,7 +217,7 @@ fn an_address_that_does_not_answer_is_unreachable() {
     world.run_ms(200);
     assert_eq!(world.error(1, claim), ErrorKind::Unreachable);
     assert_eq!(world.gauge(1, "peers"), 0);
-    assert!(losses(&world, 1).is_empty());
+    assert_eq!(losses(&world, 1), [ErrorKind::Unreachable]);
 }
 
 #[test]

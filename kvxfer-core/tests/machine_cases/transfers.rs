@@ -73,7 +73,7 @@ fn a_push_carries_a_message() {
 
 #[test]
 fn a_cancelled_grant_ends_its_push() {
-    let mut world = World::new(2);
+    let mut world = World::new(3);
     let (handle, name) = grant(&mut world, 1, Access::Write, 2);
     let transfer = push(&mut world, 0, 1, &name, TransferOptions::default());
     world.held.insert(1);
@@ -84,13 +84,17 @@ fn a_cancelled_grant_ends_its_push() {
     world.release(1);
     world.run_ms(5);
     assert_eq!(world.error(0, transfer), ErrorKind::Cancelled);
-    // The verdict is kept, and replayed, until it is acknowledged; then the grant is unknown.
-    for kind in [ErrorKind::Cancelled, ErrorKind::Unknown] {
-        let again = push(&mut world, 0, 1, &name, TransferOptions::default());
-        world.run_ms(10);
-        assert_eq!(world.error(0, again), kind);
-        world.run_ms(1_000);
-    }
+    let now = world.now;
+    let options = TransferOptions::default();
+    let again = world.nodes[0]
+        .machine
+        .push(now, POOL, target(blocks([1])), &name, options);
+    assert_eq!(again.unwrap_err().kind(), ErrorKind::InvalidArgument);
+    world.run_ms(1_000);
+    // The verdict was acknowledged: nothing is remembered of the grant.
+    let other = push(&mut world, 2, 1, &name, TransferOptions::default());
+    world.run_ms(10);
+    assert_eq!(world.error(2, other), ErrorKind::Unknown);
     world.assert_clean();
 }
 
@@ -163,7 +167,7 @@ fn only_the_holder_uses_a_grant() {
     let (handle, name) = grant_with(&mut world, 1, Access::Write, 2, options);
     let thief = push(&mut world, 0, 1, &name, TransferOptions::default());
     world.run_ms(10);
-    assert_eq!(world.error(0, thief), ErrorKind::Unknown);
+    assert_eq!(world.error(0, thief), ErrorKind::AlreadyClaimed);
     let transfer = push(&mut world, 2, 1, &name, TransferOptions::default());
     world.run_ms(10);
     world.ok(2, transfer);
@@ -201,7 +205,7 @@ fn verdicts_are_kept_for_a_while() {
 
 #[test]
 fn a_read_grant_is_pulled_once() {
-    let mut world = World::new(2);
+    let mut world = World::new(3);
     world.nodes[1].paint(2, 22);
     let (handle, name) = grant(&mut world, 1, Access::Read, 2);
     let transfer = pull(&mut world, 0, &name, 7);
@@ -215,9 +219,15 @@ fn a_read_grant_is_pulled_once() {
         }
     ));
     assert_eq!(world.nodes[0].colour(7), Some(22));
-    let again = pull(&mut world, 0, &name, 7);
+    let now = world.now;
+    let options = TransferOptions::default();
+    let again = world.nodes[0]
+        .machine
+        .pull(now, &name, POOL, target(blocks([7])), options);
+    assert_eq!(again.unwrap_err().kind(), ErrorKind::InvalidArgument);
+    let other = pull(&mut world, 2, &name, 7);
     world.run_ms(10);
-    assert_eq!(world.error(0, again), ErrorKind::NotOffered);
+    assert_eq!(world.error(2, other), ErrorKind::NotOffered);
     world.assert_clean();
 }
 

@@ -482,7 +482,7 @@ impl World {
             LinkCommand::LaneFenced(lane, chunks) => sender.lane_fenced(lane, &chunks, now),
             LinkCommand::FenceLane(lane, chunks) => {
                 // In-flight chunks carry their lane's epoch: those of an older one are dropped on delivery.
-                let states = self.nodes[index].slots.chunk_states(&chunks);
+                let states = self.nodes[index].slots.chunk_states(peer, &chunks);
                 let chunks = chunks.into_iter().zip(states).collect();
                 let event = LinkEvent::LaneFenced { lane, chunks };
                 self.push(

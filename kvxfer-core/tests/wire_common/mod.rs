@@ -1,5 +1,5 @@
 //! What the wire tests share: one value of everything that crosses the wire, and strategies for any of them.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 
@@ -92,10 +92,11 @@ pub fn target() -> impl Strategy<Value = Target> {
         };
         ranges.into_iter().map(range).collect::<Vec<_>>()
     });
-    let scope = (prop::collection::btree_set(any::<u16>(), 0..20), option::of(heads)).prop_map(|(layers, heads)| Scope {
-        layers: layers.into_iter().collect(),
-        heads,
-    });
+    let scope =
+        (prop::collection::btree_set(any::<u16>(), 0..20), option::of(heads)).prop_map(|(layers, heads)| Scope {
+            layers: layers.into_iter().collect(),
+            heads,
+        });
     let selection = (vec(group, 0..4), scope).prop_map(|(groups, scope)| Target::Selection {
         selection: Selection { groups },
         scope,
@@ -121,17 +122,19 @@ pub fn grant_name() -> impl Strategy<Value = GrantName> {
 }
 
 pub fn grant() -> impl Strategy<Value = Grant> {
-    (grant_name(), address(), target(), any::<(bool, u32, u64, u64)>()).prop_map(|(name, address, target, rest)| Grant {
-        address: EndpointAddress {
-            incarnation: Some(name.incarnation),
-            ..address
-        },
-        name,
-        access: if rest.0 { Access::Write } else { Access::Read },
-        pool: PoolId(rest.1),
-        geometry_hash: rest.2,
-        target,
-        remaining_ms: rest.3,
+    (grant_name(), address(), target(), any::<(bool, u32, u64, u64)>()).prop_map(|(name, address, target, rest)| {
+        Grant {
+            address: EndpointAddress {
+                incarnation: Some(name.incarnation),
+                ..address
+            },
+            name,
+            access: if rest.0 { Access::Write } else { Access::Read },
+            pool: PoolId(rest.1),
+            geometry_hash: rest.2,
+            target,
+            remaining_ms: rest.3,
+        }
     })
 }
 
@@ -277,23 +280,40 @@ pub fn message() -> impl Strategy<Value = Message> {
             part,
             extent
         }),
-        (claim(), any::<u32>(), 0..100u32).prop_map(|(claim, attempt, part)| Message::ReadPart { claim, attempt, part }),
+        (claim(), any::<u32>(), 0..100u32).prop_map(|(claim, attempt, part)| Message::ReadPart {
+            claim,
+            attempt,
+            part
+        }),
     ];
     let carrying = prop_oneof![
-        (vec(any::<u8>(), 1..=256), any::<(u64, u128, u32, u64, bool)>(), 0..u16::MAX).prop_map(|(key, rest, member)| {
-            Message::Claim(ClaimMessage {
-                claim: rest.0,
-                key,
-                set: rest.1,
-                member,
-                members: member + 1,
-                pool: PoolId(rest.2),
-                remaining_ms: rest.3,
-                pull: rest.4,
-            })
+        (
+            vec(any::<u8>(), 1..=256),
+            any::<(u64, u128, u32, u64, bool)>(),
+            0..u16::MAX
+        )
+            .prop_map(|(key, rest, member)| {
+                Message::Claim(ClaimMessage {
+                    claim: rest.0,
+                    key,
+                    set: rest.1,
+                    member,
+                    members: member + 1,
+                    pool: PoolId(rest.2),
+                    remaining_ms: rest.3,
+                    pull: rest.4,
+                })
+            }),
+        (claim(), any::<u32>(), grant()).prop_map(|(claim, attempt, grant)| Message::ClaimGrant {
+            claim,
+            attempt,
+            grant
         }),
-        (claim(), any::<u32>(), grant()).prop_map(|(claim, attempt, grant)| Message::ClaimGrant { claim, attempt, grant }),
-        (claim(), any::<u32>(), grant()).prop_map(|(claim, attempt, grant)| Message::ClaimPull { claim, attempt, grant }),
+        (claim(), any::<u32>(), grant()).prop_map(|(claim, attempt, grant)| Message::ClaimPull {
+            claim,
+            attempt,
+            grant
+        }),
         (any::<u64>(), grant_name(), grant()).prop_map(|(read, grant, into)| Message::Read { read, grant, into }),
         (any::<u64>(), error()).prop_map(|(read, error)| Message::ReadRefused { read, error }),
         any::<(u64, bool, u32)>().prop_map(|(id, claim, attempt)| Message::Validate { id, claim, attempt }),
@@ -310,11 +330,12 @@ pub fn message() -> impl Strategy<Value = Message> {
 }
 
 pub fn frame() -> impl Strategy<Value = Frame> {
-    let numbered = (1..=u64::MAX, any::<u64>(), message()).prop_map(|(sequence, acknowledged, message)| Frame::Message {
-        sequence,
-        acknowledged,
-        message: Box::new(message),
-    });
+    let numbered =
+        (1..=u64::MAX, any::<u64>(), message()).prop_map(|(sequence, acknowledged, message)| Frame::Message {
+            sequence,
+            acknowledged,
+            message: Box::new(message),
+        });
     prop_oneof![
         2 => hello().prop_map(|hello| Frame::Hello(Box::new(hello))),
         1 => error().prop_map(Frame::Refuse),

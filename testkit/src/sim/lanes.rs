@@ -409,8 +409,9 @@ impl World {
         let Some(body) = self.nodes[node].body.as_ref() else {
             return;
         };
+        let from = self.links[link].peer.incarnation;
         let states: Vec<(ChunkName, ChunkState)> =
-            chunks.iter().copied().zip(body.slots.chunk_states(chunks)).collect();
+            chunks.iter().copied().zip(body.slots.chunk_states(from, chunks)).collect();
         for (_, state) in &states {
             match state {
                 ChunkState::Applied | ChunkState::Arrived => self.coverage.reach(Point::InDoubtApplied),

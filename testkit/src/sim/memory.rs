@@ -131,8 +131,10 @@ impl SimPool {
         self.free[group].extend_from_slice(blocks);
     }
 
-    pub(crate) fn owned_bytes(&self) -> usize {
-        self.owner.iter().flatten().filter(|owner| **owner != 0).count()
+    /// Bytes that somebody owns, and one who does.
+    pub(crate) fn owned_bytes(&self) -> (usize, Serial) {
+        let owners = || self.owner.iter().flatten().copied().filter(|owner| *owner != 0);
+        (owners().count(), owners().next().unwrap_or(0))
     }
 }
 

@@ -250,7 +250,10 @@ impl World {
     /// Gives a message once more, as a resumed session might, or on a connection that is gone.
     pub(crate) fn inject(&mut self, index: ConnectionIndex, end: usize, stale: bool) {
         let side = &self.connections[index].ends[end];
-        if side.open == stale {
+        let sender = &self.nodes[self.connections[index].ends[1 - end].node];
+        // The dead and the stopped send nothing: what they repeat would be taken for a sign of life.
+        let silent = sender.stalled || self.incarnation_at(index, 1 - end).is_none();
+        if side.open == stale || (silent && !stale) {
             return;
         }
         let (node, id) = (side.node, side.id);
@@ -320,7 +323,11 @@ impl World {
         }
         self.coverage.reach(Point::SessionBroken);
         self.trace(|| format!("connection {index} breaks"));
-        let unnoticed = if self.rng.percent(15) {
+        // A connection that dies unnoticed is replaced by the side that noticed. If two in a row do, one at each side,
+        // only liveness is left: where all must arrive, that is spared.
+        let (a, b) = (self.connections[index].ends[0].node, self.connections[index].ends[1].node);
+        let first = self.oracle.half_opened.insert((a.min(b), a.max(b)));
+        let unnoticed = if self.rng.percent(15) && (first || !self.profile.must_arrive()) {
             Some(self.rng.below(2) as usize)
         } else {
             None

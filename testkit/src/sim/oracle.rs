@@ -1,6 +1,6 @@
 //! Promises checked as things happen: verdicts, deaths, deadlines, bounds, fairness.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -28,6 +28,8 @@ const CHUNKS_AHEAD_MAX: u32 = 3;
 /// What the oracles remember.
 #[derive(Default)]
 pub(crate) struct Oracle {
+    /// Pairs of nodes whose connection has died unnoticed by one of them.
+    pub(crate) half_opened: BTreeSet<(NodeIndex, NodeIndex)>,
     /// Dials under way, from and to.
     pub(crate) dialing: BTreeMap<(NodeIndex, NodeIndex), u32>,
     /// Sessions that are ready or being resumed: by observer and peer.
@@ -35,8 +37,6 @@ pub(crate) struct Oracle {
     /// Transfers whose first chunk has not been sent yet.
     waiting: BTreeMap<(LinkIndex, TransferId), Waiting>,
     priorities: BTreeMap<(LinkIndex, TransferId), u8>,
-    /// Completions of handles that nobody opened.
-    pub(crate) checks: u64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -242,6 +242,10 @@ impl World {
             self.coverage.reach(Point::MessageDelivered);
         }
         self.verify_destination(serial);
+        if self.rng.percent(50) {
+            // The application need not wait for the control plane.
+            self.release_blocks(serial);
+        }
     }
 
     /// A push's success comes after the arrival, and a grant serves one push only.

@@ -256,7 +256,8 @@ impl World {
 
     /// An application acts.
     pub(crate) fn app(&mut self, node: NodeIndex, event: AppEvent) {
-        if self.nodes[node].body.as_ref().is_none_or(|body| body.closing) {
+        let closing = self.nodes[node].body.as_ref().is_none_or(|body| body.closing);
+        if closing && !matches!(event, AppEvent::Release { .. }) {
             return;
         }
         match event {

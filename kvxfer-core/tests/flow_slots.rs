@@ -8,8 +8,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use flow_common::{Grid, open};
-use kvxfer_core::flow::{Applied, ByteStream, ChunkHeader, ChunkState, Close, PartExtent, Placement, SlotTable};
-use kvxfer_core::{Generation, Incarnation, SlotId};
+use kvxfer_core::flow::{
+    Applied, ByteStream, ChunkHeader, ChunkState, Close, PartExtent, Placement, SlotSpec, SlotTable,
+};
+use kvxfer_core::layout::{Arrangement, Model, Selection};
+use kvxfer_core::plan::{Scope, Target};
+use kvxfer_core::{ErrorKind, Generation, Incarnation, PoolId, SlotId};
 use proptest::prelude::*;
 
 proptest! {
@@ -152,4 +156,66 @@ fn pieces_of_a_part_are_bounded() {
         }
     });
     assert!(refused.is_some_and(|count| count < 10_000));
+}
+
+/// A pool's own targets: every layer that its scope means counts, and layers are parts' to share.
+#[test]
+fn parts_of_a_real_pool_may_not_overlap() {
+    let model = Model::preset("llama-3.1-8b").unwrap();
+    let layout = Arc::new(model.layout(0, 4, 16, 8, Arrangement::PER_LAYER_NHD).unwrap());
+    let selection = Selection::single(0, 40, vec![5, 1, 2]);
+    for layers in [vec![], vec![3, 4, 9]] {
+        let scope = Scope { layers, heads: None };
+        let last_layer = u16::try_from(scope.layer_count(&layout)).unwrap();
+        let target = Target::Selection {
+            selection: selection.clone(),
+            scope,
+        };
+        let table = SlotTable::new(1);
+        let spec = SlotSpec {
+            layout: layout.clone(),
+            regions: Arc::new([]),
+            target: Arc::new(target),
+            writer: None,
+            pool: PoolId(3),
+            watcher: None,
+        };
+        let name = table.open(spec).unwrap();
+        let part = |part, layers: (u16, u16), tokens: (u32, u32)| ChunkHeader {
+            part,
+            extent: PartExtent {
+                token_start: tokens.0,
+                token_end: tokens.1,
+                layer_start: layers.0,
+                layer_end: layers.1,
+                states: false,
+            },
+            ..whole(name, 0, 512)
+        };
+        let peer = Incarnation::from_bits(1);
+        let begin = |header| table.begin(peer, &header);
+        assert!(matches!(begin(part(0, (0, 2), (0, 16))), Ok(Placement::Place { .. })));
+        assert!(matches!(
+            begin(part(1, (2, last_layer), (0, 16))),
+            Ok(Placement::Place { .. })
+        ));
+        let error = begin(part(2, (last_layer - 1, last_layer), (15, 20))).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::Protocol);
+        assert!(
+            error.to_string().contains("pool 3") && error.to_string().contains("overlaps"),
+            "{error}"
+        );
+        assert!(matches!(
+            begin(part(3, (0, last_layer), (16, 40))),
+            Ok(Placement::Place { .. })
+        ));
+        assert!(
+            begin(ChunkHeader {
+                part: 4,
+                ..whole(name, 0, 16)
+            })
+            .is_err(),
+            "the whole overlaps"
+        );
+    }
 }

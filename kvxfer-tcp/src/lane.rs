@@ -396,7 +396,7 @@ impl Lane {
             return;
         }
         for (lane, chunks) in std::mem::take(&mut self.fences) {
-            let states = self.link.slots.chunk_states(&chunks);
+            let states = self.link.slots.chunk_states(self.link.peer.incarnation, &chunks);
             let chunks = chunks.into_iter().zip(states).collect();
             self.link.emit(LinkEvent::LaneFenced { lane, chunks });
         }

@@ -4,4 +4,5 @@
 pub mod pattern;
 pub mod process;
 pub mod rng;
+pub mod sim;
 pub mod staged;

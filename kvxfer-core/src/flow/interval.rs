@@ -111,7 +111,7 @@ mod tests {
         assert_eq!(set.insert(30..40), 10);
         assert_eq!(set.runs(), 2);
         assert_eq!(set.insert(20..30), 10);
-        assert_eq!(set.iter().collect::<Vec<_>>(), [10..40]);
+        assert_eq!((set.runs(), set.iter().next()), (1, Some(10..40)));
         assert_eq!(set.insert(5..45), 10);
         assert_eq!(set.insert(5..45), 0);
         assert_eq!(set.insert(7..7), 0);

@@ -194,6 +194,8 @@ pub struct SlotProgress {
     pub arrived: bool,
     /// The user message, if it is whole.
     pub message: Option<Arc<[u8]>>,
+    /// Who may write: given at opening, or the first that did.
+    pub writer: Option<Incarnation>,
 }
 
 /// A chunk by name, as in a lane fence.

@@ -56,7 +56,7 @@ impl SlotTarget for PoolTarget {
 
     fn layers(&self) -> u16 {
         match &*self.target {
-            Target::Selection { scope, .. } => u16::try_from(scope.layers.len()).unwrap_or(u16::MAX),
+            Target::Selection { scope, .. } => u16::try_from(scope.layer_count(&self.layout)).unwrap_or(u16::MAX),
             // The descriptors are one layer, taken as a whole.
             Target::Descriptors(_) => 1,
         }
@@ -161,6 +161,7 @@ impl LiveSlot {
             total_bytes: self.total_bytes,
             arrived: self.phase == Phase::Arrived,
             message: self.whole_message.clone(),
+            writer: self.writer,
         }
     }
 
@@ -388,7 +389,10 @@ impl LiveSlot {
         self.gate.close()
     }
 
-    pub(super) fn chunk_state(&self, chunk: &ChunkName) -> ChunkState {
+    pub(super) fn chunk_state(&self, from: Incarnation, chunk: &ChunkName) -> ChunkState {
+        if self.writer.is_some_and(|writer| writer != from) && !mutants::is(Mutant::IgnoreWriter) {
+            return ChunkState::Refused;
+        }
         match self.phase {
             Phase::Open => {}
             Phase::Arrived => return ChunkState::Arrived,

@@ -173,11 +173,11 @@ impl SlotTable {
         })
     }
 
-    /// Which of these chunks have been applied, and whether the slot has arrived: the answer to a lane fence, to be
-    /// asked after the lane's thread has left it.
-    pub fn chunk_states(&self, chunks: &[ChunkName]) -> Vec<ChunkState> {
+    /// Which of these chunks of this peer have been applied, and whether the slot has arrived: the answer to a lane
+    /// fence, to be asked after the lane's thread has left it. A slot that another peer writes is `Refused`.
+    pub fn chunk_states(&self, from: Incarnation, chunks: &[ChunkName]) -> Vec<ChunkState> {
         let state = |chunk: &ChunkName| match self.live(chunk.slot, chunk.generation) {
-            Some(mut live) => live.get().chunk_state(chunk),
+            Some(mut live) => live.get().chunk_state(from, chunk),
             None => ChunkState::Refused,
         };
         chunks.iter().map(state).collect()

@@ -147,6 +147,11 @@ impl PoolLayout {
         self.derived.plane_classes[plane as usize]
     }
 
+    /// Layers of one class have the same plane classes in the same order.
+    pub(crate) fn layer_class(&self, layer: u16) -> u16 {
+        self.derived.layer_classes[usize::from(layer)]
+    }
+
     pub(crate) fn class(&self, class: u16) -> &PlaneClass {
         &self.derived.classes[usize::from(class)]
     }

@@ -28,6 +28,8 @@ pub(super) struct Derived {
     /// Planes that differ in nothing but layer, region, base and stride have one class.
     pub(super) plane_classes: Vec<u16>,
     pub(super) classes: Vec<PlaneClass>,
+    /// Layers whose planes have the same classes in the same order have one class.
+    pub(super) layer_classes: Vec<u16>,
     /// Layer indices sorted by id.
     pub(super) layers_by_id: Vec<u16>,
     pub(super) group_packed: Vec<bool>,
@@ -57,6 +59,8 @@ pub(super) fn validate(spec: &PoolSpec) -> Result<Derived> {
     for (index, plane) in spec.planes.iter().enumerate() {
         check_plane(spec, index, plane, &local_heads)?;
     }
+    // After the planes, whose own complaints say more about a region that follows from them.
+    check_regions(spec)?;
     let (layer_starts, layer_planes) = planes_by_layer(spec);
     for layer in 0..spec.layers.len() {
         let planes = &layer_planes[layer_starts[layer] as usize..layer_starts[layer + 1] as usize];
@@ -65,6 +69,7 @@ pub(super) fn validate(spec: &PoolSpec) -> Result<Derived> {
     check_overlaps(spec)?;
     let (plane_classes, classes) = classify(spec)?;
     Ok(Derived {
+        layer_classes: classify_layers(&layer_starts, &layer_planes, &plane_classes),
         geometry_hash: geometry_hash(spec),
         layers_by_id: sorted_layers(&spec.layers)?,
         group_packed: (0..spec.groups.len())
@@ -104,6 +109,10 @@ fn check_counts(spec: &PoolSpec) -> Result<()> {
                 .remedy("split the pool"));
         }
     }
+    Ok(())
+}
+
+fn check_regions(spec: &PoolSpec) -> Result<()> {
     for (index, &length) in spec.regions.iter().enumerate() {
         if length == 0 || length > REGION_BYTES_MAX {
             return Err(invalid(format!("region {index} of {length} bytes"))
@@ -492,6 +501,20 @@ fn classify(spec: &PoolSpec) -> Result<(Vec<u16>, Vec<PlaneClass>)> {
         of_planes.push(number);
     }
     Ok((of_planes, classes))
+}
+
+fn classify_layers(layer_starts: &[u32], layer_planes: &[u32], plane_classes: &[u16]) -> Vec<u16> {
+    let mut numbers: HashMap<Vec<u16>, u16> = HashMap::new();
+    layer_starts
+        .windows(2)
+        .map(|range| {
+            let planes = &layer_planes[range[0] as usize..range[1] as usize];
+            let classes = planes.iter().map(|&plane| plane_classes[plane as usize]).collect();
+            // At most PLANES_MAX layers, which fits.
+            let next = numbers.len() as u16;
+            *numbers.entry(classes).or_insert(next)
+        })
+        .collect()
 }
 
 /// FNV-1a over everything declared that decides what bytes mean, and nothing that says where they are.

@@ -36,6 +36,8 @@ pub(super) struct Serve {
     gate: Arc<Gate>,
     reader: Option<Reader>,
     ending: Option<Error>,
+    /// How it has ended, says its reader: reported once its blocks are fenced.
+    decided: Option<Result<Outcome>>,
     pub(super) since: Time,
 }
 
@@ -129,6 +131,7 @@ impl Machine {
                         gate: Gate::new(),
                         reader: None,
                         ending: None,
+                        decided: None,
                         since: now,
                     },
                 );
@@ -230,9 +233,11 @@ impl Machine {
             .grants
             .iter()
             .filter(|(_, grant)| {
-                self.slot_uses
-                    .get(&grant.slot)
-                    .is_some_and(|used| used.peer == Some(peer))
+                let slot = grant.slot;
+                let bound = self.slot_uses.get(&slot).and_then(|used| used.peer);
+                // Bound by a holder or a question, else by the first chunk.
+                let written = || self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
+                bound.or_else(written) == Some(peer)
             })
             .map(|(id, _)| *id)
             .collect();
@@ -261,8 +266,10 @@ impl Machine {
                 "a read into a grant that is not the reader's",
             ));
         }
+        let slot = into.name;
         if let Err(error) = self.begin_read(now, peer, read, name, into) {
             self.send(now, peer, Message::ReadRefused { read, error });
+            self.acknowledge_verdict(now, peer, slot);
         }
         Ok(())
     }
@@ -374,7 +381,15 @@ impl Machine {
             Verdict::Failed(error) => Err(error),
             Verdict::Unknown => Err(unknown("the read", "the reader does not know how it ended")),
         };
-        self.finish_serve(now, id, result);
+        if let Some(serve) = self.serves.get_mut(&id) {
+            serve.gate.close();
+            serve.decided = Some(result);
+        }
+        if self.fencing.insert(id) {
+            self.timers.clear(TimerKey::Deadline(id));
+            self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        }
+        self.look_at_serve_fence(now, id);
     }
 
     /// Ends a read grant: nothing is read any more. If someone was reading, the reader decides.
@@ -401,6 +416,11 @@ impl Machine {
 
     pub(super) fn look_at_serve_fence(&mut self, now: Time, id: HandleId) {
         let Some(serve) = self.serves.get(&id) else { return };
+        if let Some(result) = serve.decided.as_ref().filter(|_| serve.gate.fenced()) {
+            let result = result.clone();
+            self.finish_serve(now, id, result);
+            return;
+        }
         let Some(error) = &serve.ending else { return };
         if serve.reader.is_none() && serve.gate.fenced() {
             let error = error.clone();
@@ -410,7 +430,15 @@ impl Machine {
 
     pub(super) fn serve_not_fenced(&mut self, now: Time, id: HandleId) {
         let Some(serve) = self.serves.get(&id) else { return };
-        let Some(error) = serve.ending.clone() else { return };
+        let decided = serve.decided.as_ref().and_then(|result| result.as_ref().err());
+        let Some(error) = decided.or(serve.ending.as_ref()).cloned().or_else(|| {
+            serve.decided.as_ref().map(|_| {
+                Error::new(ErrorKind::Internal, "the source blocks")
+                    .because("a data thread or device did not let go of them")
+            })
+        }) else {
+            return;
+        };
         let error = if !serve.gate.fenced() {
             self.sources_quarantined += 1;
             self.quarantined_pools.insert(serve.pool);

@@ -185,7 +185,9 @@ impl Machine {
                 error,
             } => self.slot_corrupt(now, (slot, generation), error),
             LinkEvent::Closed => {
-                self.links.remove(&incarnation);
+                if self.links.remove(&incarnation).is_some_and(|link| !link.closing) {
+                    self.link_gone(now, incarnation);
+                }
                 self.open_link(now, incarnation);
             }
         }
@@ -206,22 +208,30 @@ impl Machine {
                     refused: peer.transports_refused.clone(),
                 },
             });
-            if !link.closing {
-                // What was given to the failed link goes to the next one.
-                let stranded: Vec<TransferId> = self
-                    .link_transfers
-                    .iter()
-                    .filter(|(_, transfer)| transfer.peer == incarnation && transfer.phase == LinkPhase::Active)
-                    .map(|(id, _)| *id)
-                    .collect();
-                for id in stranded {
-                    self.requeue(id);
-                }
-            }
             let wait = self.random.jitter(self.config.backoff_max);
             self.timers.set(TimerKey::Link(incarnation), now + wait);
         }
+        if !link.closing {
+            self.link_gone(now, incarnation);
+        }
         self.look_at_fences(now);
+    }
+
+    /// A link went that nobody closed: what it was given goes to the next one, what it was stopping has stopped.
+    fn link_gone(&mut self, now: Time, incarnation: Incarnation) {
+        let given: Vec<(TransferId, LinkPhase)> = self
+            .link_transfers
+            .iter()
+            .filter(|(_, transfer)| transfer.peer == incarnation)
+            .map(|(id, transfer)| (*id, transfer.phase))
+            .collect();
+        for (id, phase) in given {
+            match phase {
+                LinkPhase::Active => self.requeue(id),
+                LinkPhase::Stopping => self.transfer_is_over(now, id),
+                LinkPhase::Empty | LinkPhase::Queued => {}
+            }
+        }
     }
 
     pub(super) fn on_link_timer(&mut self, now: Time, incarnation: Incarnation) {

@@ -523,11 +523,11 @@ impl Machine {
     /// A member has ended; its offer looks at that itself.
     pub(super) fn end_member(&mut self, now: Time, peer: Incarnation, claim: u64, verdict: Verdict) {
         let key = (peer, claim);
-        if let Some((offer, verdict)) = self.take_member(now, peer, claim, verdict) {
-            if let Some(offer) = self.offers.get_mut(&offer) {
-                offer.live.remove(&key);
-                offer.end_member_of(verdict);
-            }
+        if let Some((offer, verdict)) = self.take_member(now, peer, claim, verdict)
+            && let Some(offer) = self.offers.get_mut(&offer)
+        {
+            offer.live.remove(&key);
+            offer.end_member_of(verdict);
         }
     }
 

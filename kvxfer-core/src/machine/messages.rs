@@ -26,6 +26,7 @@ impl Machine {
                     return Err(Error::new(ErrorKind::Protocol, "one more pool")
                         .because(format!("a peer has at most {PEER_POOLS_MAX}")));
                 }
+                peer.pools_told = peer.pools_told.max(Some(advert.id));
                 peer.pools.insert(
                     advert.id,
                     PeerPool {
@@ -34,6 +35,7 @@ impl Machine {
                         receives: advert.receives,
                     },
                 );
+                self.start_transfers(now, from);
             }
             Message::PoolRemoved(pool) => {
                 if let Some(peer) = self.peers.get_mut(&from) {

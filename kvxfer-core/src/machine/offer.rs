@@ -1,5 +1,6 @@
 //! Offers of this endpoint: blocks appended, parts released, claim sets served, and how that ends.
 
+use std::collections::btree_map::Entry;
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
@@ -429,14 +430,14 @@ impl Machine {
             // Only a defect on purpose ends an offer with live members.
             self.remote_claims.remove(member);
         }
-        let served = offer.is_served();
         let why = offer.ending.and_then(|end| end.why);
         self.keys.ended(now, &offer.key, late_claim_error(why.as_ref()));
         self.timers
             .set_earlier(TimerKey::Keys, now + self.config.ended_keys_retention);
         let arrived = offer.verdicts.iter().any(|member| member.verdict == Verdict::Arrived);
         let result = match why {
-            Some(why) if !(served && arrived) => Err(why),
+            // An error says that nobody got anything.
+            Some(why) if !arrived => Err(why),
             _ if arrived => Ok(Outcome::Released {
                 members: offer.verdicts,
             }),
@@ -480,23 +481,18 @@ impl Offer {
     pub(super) fn admit(&mut self, set: u128, member: u16, members: u16) -> Result<()> {
         let readers = usize::from(self.options.readers);
         let full = self.sets.len() >= readers && !mutants::is(Mutant::IgnoreReaders);
-        if !self.sets.contains_key(&set) {
-            if full {
+        let known = match self.sets.entry(set) {
+            Entry::Occupied(known) => known.into_mut(),
+            Entry::Vacant(_) if full => {
                 return Err(already_claimed(format!(
                     "it serves {readers} readers, which have all come"
                 )));
             }
-            self.sets.insert(
-                set,
-                ClaimSet {
-                    members,
-                    seen: BTreeSet::new(),
-                    ended: 0,
-                },
-            );
-        }
-        let Some(known) = self.sets.get_mut(&set) else {
-            return Ok(());
+            Entry::Vacant(free) => free.insert(ClaimSet {
+                members,
+                seen: BTreeSet::new(),
+                ended: 0,
+            }),
         };
         if known.members != members {
             return Err(

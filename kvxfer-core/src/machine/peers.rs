@@ -32,6 +32,8 @@ pub(super) struct Peer {
     pub(super) name: String,
     pub(super) address: EndpointAddress,
     pub(super) pools: BTreeMap<PoolId, PeerPool>,
+    /// The highest pool id it has told of: a grant for a higher one has overtaken the news.
+    pub(super) pools_told: Option<PoolId>,
     pub(super) transports: Vec<(String, Vec<u8>)>,
     pub(super) session: Option<Session>,
     /// The connection that the session runs on.
@@ -70,6 +72,7 @@ impl Peer {
             name: String::new(),
             address,
             pools: BTreeMap::new(),
+            pools_told: None,
             transports: Vec::new(),
             session: None,
             connection: None,
@@ -138,6 +141,10 @@ impl Machine {
             .set(TimerKey::Liveness(incarnation), now + self.config.liveness);
         self.dial_peer(now, incarnation);
         Ok(())
+    }
+
+    pub(super) fn has_session(&self, incarnation: Incarnation) -> bool {
+        self.peers.get(&incarnation).is_some_and(|peer| peer.session.is_some())
     }
 
     pub(super) fn check_room_for_peer(&self) -> Result<()> {
@@ -371,11 +378,9 @@ impl Machine {
         let Some(mut peer) = self.peers.remove(&incarnation) else {
             return;
         };
-        let had_session = peer.session.is_some();
-        for connection in [peer.connection.take(), peer.dial.take(), peer.parked.take()] {
-            if let Some(connection) = connection {
-                self.drop_connection(connection);
-            }
+        let connections = [peer.connection.take(), peer.dial.take(), peer.parked.take()];
+        for connection in connections.into_iter().flatten() {
+            self.drop_connection(connection);
         }
         self.drop_handshakes_with(incarnation);
         for key in [
@@ -387,12 +392,11 @@ impl Machine {
             self.timers.clear(key);
         }
         self.end_handles_with(now, incarnation, &error, false);
-        if had_session {
-            self.actions.push_back(Action::Peer {
-                peer: incarnation,
-                change: PeerChange::Lost(error),
-            });
-        }
+        // Also of a peer that was never reached: whoever connects ahead of time waits for this.
+        self.actions.push_back(Action::Peer {
+            peer: incarnation,
+            change: PeerChange::Lost(error),
+        });
     }
 
     /// Fences everything of a session that has gone, and ends every handle with it; except, if the session was

@@ -10,11 +10,19 @@ use super::types::{HandleId, Outcome, TransferOptions};
 use super::{Ending, Machine, UseOwner};
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::{Gate, MESSAGE_BYTES_MAX, PartExtent, SendPart, SendSpec, TransferId};
-use crate::id::{Incarnation, PoolId};
+use crate::id::{GrantName, Incarnation, PoolId};
 use crate::mutants::{self, Mutant};
 use crate::plan::{self, Target};
 use crate::time::Time;
 use crate::wire::{Access, Grant, Message, Verdict};
+
+mod pull;
+
+fn spent(grant: GrantName) -> Error {
+    Error::new(ErrorKind::InvalidArgument, format!("grant {grant}"))
+        .because("it is being used, or was")
+        .remedy("a grant is good for one transfer: ask for another")
+}
 
 /// An open push.
 pub(super) struct Push {
@@ -117,10 +125,8 @@ impl Machine {
                 .remedy("send large payloads as blocks"));
         }
         self.check_grant(grant, Access::Write)?;
-        if self.uses.contains_key(&grant.name) {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("grant {}", grant.name))
-                .because("it is being used")
-                .remedy("a grant is good for one transfer: ask for another"));
+        if self.uses.contains_key(&grant.name) || self.spent.contains(&grant.name) {
+            return Err(spent(grant.name));
         }
         let peer = grant.name.incarnation;
         self.check_room_on_session(peer)?;
@@ -147,14 +153,14 @@ impl Machine {
         );
         self.uses.insert(grant.name, UseOwner::Push(id));
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
-            if let Err(error) = self.start_push(now, id) {
-                // Nothing has begun: the caller hears of it at once.
-                self.pushes.remove(&id);
-                self.uses.remove(&grant.name);
-                self.forget_timers(id);
-                return Err(error);
-            }
+        if self.has_session(peer)
+            && let Err(error) = self.start_push(now, id)
+        {
+            // Nothing has begun: the caller hears of it at once.
+            self.pushes.remove(&id);
+            self.uses.remove(&grant.name);
+            self.forget_timers(id);
+            return Err(error);
         }
         Ok(id)
     }
@@ -166,7 +172,9 @@ impl Machine {
         };
         let peer = push.peer;
         let own = self.pool(push.pool)?;
-        let layout = self.grant_layout(&push.grant)?;
+        let Some(layout) = self.grant_layout(&push.grant)? else {
+            return Ok(());
+        };
         let target = Arc::new(push.grant.target.clone());
         let stream = plan::source_stream(&own.layout, &push.source, &layout, &target, PartExtent::WHOLE)?;
         let (name, gate, regions) = (push.grant.name, push.gate.clone(), own.regions.clone());
@@ -350,6 +358,7 @@ impl Machine {
         let Some(push) = self.pushes.remove(&id) else { return };
         push.gate.close();
         self.uses.remove(&push.grant.name);
+        self.spend(now, push.grant.name);
         self.forget_timers(id);
         if push.stage != PushStage::Peer {
             match push.transfer {
@@ -358,6 +367,20 @@ impl Machine {
             }
         }
         self.complete(id, result);
+    }
+
+    /// Remembers a grant that was used, for as long as its owner may still say of it that it has arrived.
+    fn spend(&mut self, now: Time, grant: GrantName) {
+        let (retention, count_max) = (self.config.verdict_retention, self.config.ended_keys_max);
+        if self.spent.insert(grant) {
+            self.spent_since.push_back((now, grant));
+        }
+        while let Some((since, oldest)) = self.spent_since.front().copied()
+            && (now.since(since) > retention || self.spent_since.len() > count_max)
+        {
+            self.spent.remove(&oldest);
+            self.spent_since.pop_front();
+        }
     }
 
     pub(super) fn pushes_lost(&mut self, now: Time, peer: Incarnation, error: &Error, replaced: bool) {
@@ -413,222 +436,6 @@ impl Machine {
         asks
     }
 
-    // ------------------------------------------------------------------------------------------------ pull
-
-    pub(super) fn begin_pull(
-        &mut self,
-        now: Time,
-        grant: &Grant,
-        pool: PoolId,
-        destination: Target,
-        options: TransferOptions,
-    ) -> Result<HandleId> {
-        self.check_new_handle("a pull")?;
-        if options.message.is_some() {
-            return Err(
-                Error::new(ErrorKind::InvalidArgument, "a user message with a pull").because("only a push carries one")
-            );
-        }
-        let own = self.pool(pool)?;
-        if !own.receives {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {pool}"))
-                .because("it is not registered for receiving")
-                .remedy("register it with Role::Receive or Role::Both"));
-        }
-        if let Target::Selection { selection, .. } = &destination {
-            own.layout.check(selection)?;
-        }
-        let bytes = destination.bytes(&own.layout)?;
-        if bytes == 0 {
-            return Err(Error::new(ErrorKind::InvalidArgument, "a pull of 0 bytes").remedy("select at least one token"));
-        }
-        self.check_grant(grant, Access::Read)?;
-        let peer = grant.name.incarnation;
-        self.check_room_on_session(peer)?;
-        self.want_grant_owner(now, grant)?;
-        let id = self.new_handle();
-        let deadline = deadline_of(now, grant, &options);
-        self.pulls.insert(
-            id,
-            Pull {
-                peer,
-                pool,
-                grant: grant.clone(),
-                target: Arc::new(destination),
-                deadline,
-                slot: None,
-                bytes,
-                arrived: false,
-                validating: false,
-                ending: None,
-                since: now,
-            },
-        );
-        self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.peers.get(&peer).is_some_and(|peer| peer.session.is_some()) {
-            if let Err(error) = self.start_pull(now, id) {
-                self.pulls.remove(&id);
-                self.forget_timers(id);
-                return Err(error);
-            }
-        }
-        Ok(id)
-    }
-
-    fn start_pull(&mut self, now: Time, id: HandleId) -> Result<()> {
-        let Some(pull) = self.pulls.get(&id) else { return Ok(()) };
-        let (peer, pool, name, target) = (pull.peer, pull.pool, pull.grant.name, pull.target.clone());
-        let remaining_ms = pull.deadline.remaining_ms(now);
-        self.grant_layout(&pull.grant)?;
-        let geometry_hash = self.pool(pool)?.layout.geometry_hash();
-        let slot = self.open_slot(SlotOwner::Pull(id), Some(peer), pool, target.clone(), None)?;
-        let into = Grant {
-            name: self.grant_name(slot),
-            address: self.address.clone(),
-            access: Access::Write,
-            pool,
-            geometry_hash,
-            target: Target::clone(&target),
-            remaining_ms,
-        };
-        if let Some(pull) = self.pulls.get_mut(&id) {
-            pull.slot = Some(slot);
-            pull.since = now;
-        }
-        self.send(
-            now,
-            peer,
-            Message::Read {
-                read: id.0,
-                grant: name,
-                into,
-            },
-        );
-        Ok(())
-    }
-
-    pub(super) fn pull_slot_arrived(&mut self, now: Time, id: HandleId) {
-        let Some(pull) = self.pulls.get_mut(&id).filter(|pull| pull.ending.is_none()) else {
-            return;
-        };
-        if pull.arrived {
-            return;
-        }
-        pull.arrived = true;
-        pull.validating = true;
-        pull.since = now;
-        let (peer, bytes) = (pull.peer, pull.bytes);
-        if mutants::is(Mutant::SkipValidate) {
-            self.finish_pull(now, id, Ok(Outcome::Transferred { bytes }));
-            return;
-        }
-        self.send(
-            now,
-            peer,
-            Message::Validate {
-                id: id.0,
-                claim: false,
-                attempt: 0,
-            },
-        );
-    }
-
-    pub(super) fn pull_validated(&mut self, now: Time, peer: Incarnation, read: u64, live: bool) {
-        let id = HandleId(read);
-        let Some(pull) = self.pulls.get(&id) else { return };
-        if pull.peer != peer || pull.ending.is_some() || !pull.validating {
-            return;
-        }
-        let bytes = pull.bytes;
-        if live {
-            self.finish_pull(now, id, Ok(Outcome::Transferred { bytes }));
-        } else {
-            let error = Error::new(ErrorKind::Retracted, "the source blocks")
-                .because("they were taken back while they were read");
-            self.end_pull(now, id, error);
-        }
-    }
-
-    pub(super) fn read_refused(&mut self, now: Time, peer: Incarnation, read: u64, error: Error) {
-        if self.pulls.get(&HandleId(read)).is_some_and(|pull| pull.peer == peer) {
-            self.end_pull(now, HandleId(read), error);
-        }
-    }
-
-    /// Ends a pull. Bytes that the source has not called good do not count as arrived.
-    pub(super) fn end_pull(&mut self, now: Time, id: HandleId, error: Error) {
-        let Some(pull) = self.pulls.get_mut(&id).filter(|pull| pull.ending.is_none()) else {
-            return;
-        };
-        let slot = pull.slot;
-        let error = if slot.is_some() { maybe_written(&error) } else { error };
-        pull.since = now;
-        pull.ending = Some(Ending {
-            error,
-            links: Vec::new(),
-        });
-        if let Some(slot) = slot {
-            self.close_slot(slot);
-        }
-        self.fencing.insert(id);
-        self.timers.clear(TimerKey::Deadline(id));
-        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
-        self.fences_changed = true;
-    }
-
-    pub(super) fn look_at_pull_fence(&mut self, now: Time, id: HandleId) {
-        let Some(pull) = self.pulls.get(&id) else { return };
-        let Some(ending) = &pull.ending else { return };
-        let fenced = pull
-            .slot
-            .is_none_or(|slot| self.slot_is_fenced(slot) && ending.links.iter().all(|link| self.link_is_closed(*link)));
-        if fenced {
-            let error = ending.error.clone();
-            self.finish_pull(now, id, Err(error));
-        }
-    }
-
-    pub(super) fn pull_not_fenced(&mut self, now: Time, id: HandleId) {
-        let Some(pull) = self.pulls.get(&id) else { return };
-        let Some(ending) = &pull.ending else { return };
-        let error = quarantined(&ending.error);
-        if let Some(slot) = pull.slot {
-            self.quarantine_slot(now, slot, &error);
-        }
-        self.finish_pull(now, id, Err(error));
-    }
-
-    fn finish_pull(&mut self, now: Time, id: HandleId, result: Result<Outcome>) {
-        let Some(pull) = self.pulls.remove(&id) else { return };
-        self.forget_timers(id);
-        let verdict = match &result {
-            Ok(_) => Verdict::Arrived,
-            Err(error) => Verdict::Failed(error.clone()),
-        };
-        self.complete(id, result);
-        if let Some(slot) = pull.slot {
-            self.end_slot(now, slot, verdict.clone());
-            let grant = pull.grant.name;
-            self.send(now, pull.peer, Message::Verdict { grant, verdict });
-        }
-    }
-
-    pub(super) fn pulls_lost(&mut self, now: Time, peer: Incarnation, error: &Error) {
-        let link = self.closing_link(peer);
-        let pulls: Vec<HandleId> = self
-            .pulls
-            .iter()
-            .filter(|(_, pull)| pull.peer == peer)
-            .map(|(id, _)| *id)
-            .collect();
-        for id in pulls {
-            self.end_pull(now, id, error.clone());
-            if let Some(ending) = self.pulls.get_mut(&id).and_then(|pull| pull.ending.as_mut()) {
-                ending.links.extend(link);
-            }
-        }
-    }
-
     // ------------------------------------------------------------------------------------------- its grant
 
     fn check_grant(&self, grant: &Grant, access: Access) -> Result<()> {
@@ -651,10 +458,15 @@ impl Machine {
         self.want_peer(now, &address)
     }
 
-    /// The layout of the grant's pool, as its owner has told it.
-    fn grant_layout(&self, grant: &Grant) -> Result<Arc<crate::layout::PoolLayout>> {
+    /// The layout of the grant's pool, as its owner has told it; `None` if the grant has overtaken that news: what waits
+    /// for it is started by it.
+    fn grant_layout(&self, grant: &Grant) -> Result<Option<Arc<crate::layout::PoolLayout>>> {
         let peer = grant.name.incarnation;
-        let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&grant.pool));
+        let owner = self.peers.get(&peer);
+        let advert = owner.and_then(|owner| owner.pools.get(&grant.pool));
+        if advert.is_none() && owner.is_some_and(|owner| owner.pools_told < Some(grant.pool)) {
+            return Ok(None);
+        }
         let Some(advert) = advert else {
             return Err(Error::new(
                 ErrorKind::NotRegistered,
@@ -663,7 +475,7 @@ impl Machine {
             .because("its owner has closed it"));
         };
         super::check_geometry(&advert.layout, grant.geometry_hash, grant.pool)?;
-        Ok(advert.layout.clone())
+        Ok(Some(advert.layout.clone()))
     }
 }
 

@@ -169,7 +169,7 @@ pub enum PeerChange {
         /// Why.
         why: String,
     },
-    /// Lost: every handle with it has ended or is ending.
+    /// Lost, refused, or never reached: every handle with it has ended or is ending.
     Lost(Error),
     /// It takes no new work.
     Draining,

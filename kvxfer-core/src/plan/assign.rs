@@ -1,7 +1,7 @@
 //! Which source sends what to a destination, when several ranks hold the request.
 
 use super::Scope;
-use super::pair::{check_classes, mismatch};
+use super::pair::{LayerFinder, check_classes, mismatch};
 use crate::error::{Error, ErrorKind, Result};
 use crate::layout::{HeadRange, InnerOrder, PoolLayout};
 
@@ -15,18 +15,35 @@ use crate::layout::{HeadRange, InnerOrder, PoolLayout};
 pub fn assign(sources: &[&PoolLayout], destination: &PoolLayout) -> Result<Vec<Option<Scope>>> {
     let mut shares: Vec<Share> = sources.iter().map(|_| Share::new(destination.groups())).collect();
     let mut uncovered: Vec<u16> = Vec::new();
+    // Layers that look alike on all sides are assigned alike: the last one's classes, and who sends it.
+    let mut last = (Vec::new(), Vec::new());
+    let mut finders: Vec<LayerFinder<'_>> = sources.iter().map(|source| LayerFinder::new(source)).collect();
     for layer in 0..destination.layers().len() as u16 {
         let id = &destination.layers()[usize::from(layer)];
-        let holders: Vec<(usize, u16)> = sources
-            .iter()
+        let holders: Vec<(usize, u16)> = finders
+            .iter_mut()
             .enumerate()
-            .filter_map(|(index, source)| Some((index, source.layer_index(id)?)))
+            .filter_map(|(index, finder)| Some((index, finder.find(id)?)))
             .collect();
         if holders.is_empty() {
             uncovered.push(layer);
             continue;
         }
+        let mut classes = vec![(usize::MAX, destination.layer_class(layer))];
+        classes.extend(
+            holders
+                .iter()
+                .map(|&(source, at)| (source, sources[source].layer_class(at))),
+        );
+        if classes == last.0 {
+            last.1
+                .iter()
+                .for_each(|&source: &usize| add_layer(&mut shares[source], layer));
+            continue;
+        }
         assign_layer(sources, destination, layer, &holders, &mut shares)?;
+        let sends = |&source: &usize| shares[source].layers.last() == Some(&layer);
+        last = (classes, (0..sources.len()).filter(sends).collect());
     }
     if !uncovered.is_empty() {
         return Err(uncovered_layers(sources, destination, &uncovered));

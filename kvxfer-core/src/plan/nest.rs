@@ -35,6 +35,14 @@ pub(super) struct Nest {
 }
 
 impl Nest {
+    /// No loops yet.
+    pub(super) const NOTHING: Nest = Nest {
+        row: 0,
+        depth: 0,
+        counts: [1; AXES],
+        strides: [0; AXES],
+    };
+
     /// The loops over the axes `order[from..]` with these counts and strides (both by axis slot), merged where one
     /// loop goes on where the next inner one ends.
     pub(super) fn new(
@@ -90,12 +98,17 @@ impl Nest {
         loop {
             let steps = index.iter().zip(&self.strides[..self.depth]);
             let mut row = base + steps.map(|(index, stride)| index * stride).sum::<u64>();
-            for _ in index[0]..self.counts[0] {
+            let mut rows = self.counts[0] - index[0];
+            if inside > 0 {
                 if !sink.put(side, row + inside, self.row - inside) {
                     return false;
                 }
                 inside = 0;
                 row += self.strides[0];
+                rows -= 1;
+            }
+            if rows > 0 && !sink.put_rows(side, row, self.strides[0], self.row, rows) {
+                return false;
             }
             index[0] = 0;
             let mut level = 1;
@@ -119,9 +132,16 @@ pub(super) trait Sink {
     /// Takes a piece. False when no more is wanted; the piece then counts only as far as [`covered`](Self::covered).
     fn put(&mut self, side: &SidePlane, offset: u64, length: u64) -> bool;
 
-    /// Takes one piece of `length` bytes of each block, `offset` bytes into it.
+    /// Takes `count` pieces of `length` bytes, the first at `offset`, then every `stride` bytes. None touches the next.
     #[inline]
-    fn put_blocks(&mut self, side: &SidePlane, offset: u64, length: u64, blocks: &[BlockId]) -> bool {
+    fn put_rows(&mut self, side: &SidePlane, offset: u64, stride: u64, length: u64, count: u64) -> bool {
+        (0..count).all(|row| self.put(side, offset + row * stride, length))
+    }
+
+    /// Takes one piece of `length` bytes of each block, `offset` bytes into it. `apart` says that no piece touches the
+    /// next.
+    #[inline]
+    fn put_blocks(&mut self, side: &SidePlane, offset: u64, length: u64, blocks: &[BlockId], _apart: bool) -> bool {
         let base = side.base + offset;
         blocks
             .iter()
@@ -163,6 +183,48 @@ impl<'a> SegmentSink<'a> {
         self.wanted - self.remaining
     }
 
+    /// Takes pieces that do not touch each other (the first may touch what came before), all of the same length: the
+    /// hot path. `offset_of` says where piece `index` begins; at least one piece is asked for.
+    #[inline(always)]
+    fn put_apart(&mut self, region: u32, length: u64, count: u64, offset_of: impl Fn(u64) -> u64) -> bool {
+        let side = SidePlane {
+            plane: 0,
+            region,
+            base: 0,
+            stride: 0,
+        };
+        // Pieces that fit whole; division only when they do not all.
+        let whole = if count * length <= self.remaining {
+            count
+        } else {
+            self.remaining / length
+        };
+        if whole > 1 {
+            if !self.put(&side, offset_of(0), length) || !self.put_away() {
+                return false;
+            }
+            // All but the last at once; the last may still grow.
+            let room = (self.segments_max - self.out.len()) as u64;
+            let middle = (whole - 2).min(room);
+            self.out.extend((1..1 + middle).map(|index| Segment {
+                region,
+                offset: offset_of(index),
+                length,
+            }));
+            self.remaining -= middle * length;
+            if middle == room {
+                return false;
+            }
+        }
+        // What is left: the last whole piece, and one that is cut off.
+        for index in whole.max(1) - 1..count.min(whole + 1) {
+            if !self.put(&side, offset_of(index), length) {
+                return false;
+            }
+        }
+        true
+    }
+
     /// Puts the last segment away. False if there is no room for another one then.
     #[inline]
     fn put_away(&mut self) -> bool {
@@ -194,48 +256,28 @@ impl Sink for SegmentSink<'_> {
         self.remaining > 0
     }
 
-    /// The hot path: whole blocks at random places. Everything that can be decided once is decided before the loop.
     #[inline]
-    fn put_blocks(&mut self, side: &SidePlane, offset: u64, length: u64, blocks: &[BlockId]) -> bool {
+    fn put_rows(&mut self, side: &SidePlane, offset: u64, stride: u64, length: u64, count: u64) -> bool {
+        self.put_apart(side.region, length, count, |row| offset + row * stride)
+    }
+
+    #[inline]
+    fn put_blocks(&mut self, side: &SidePlane, offset: u64, length: u64, blocks: &[BlockId], apart: bool) -> bool {
         let base = side.base + offset;
-        let whole = usize::try_from(self.remaining / length).map_or(blocks.len(), |whole| whole.min(blocks.len()));
-        let Some((&first, rest)) = blocks[..whole].split_first() else {
-            return match blocks.first() {
-                Some(&block) => self.put(side, base + u64::from(block) * side.stride, length),
-                None => true,
-            };
-        };
-        if !self.put(side, base + u64::from(first) * side.stride, length) {
-            return false;
+        if blocks.is_empty() {
+            return true;
         }
-        let mut last = self.last;
-        let mut taken = 0u64;
-        for &block in rest {
-            let offset = base + u64::from(block) * side.stride;
-            if last.offset + last.length == offset {
-                last.length += length;
-            } else {
-                self.out.push(last);
-                if self.out.len() >= self.segments_max {
-                    last.length = 0;
-                    self.last = last;
-                    self.remaining -= taken;
-                    return false;
-                }
-                last.offset = offset;
-                last.length = length;
+        if apart {
+            return self.put_apart(side.region, length, blocks.len() as u64, |index| {
+                base + u64::from(blocks[index as usize]) * side.stride
+            });
+        }
+        for &block in blocks {
+            if !self.put(side, base + u64::from(block) * side.stride, length) {
+                return false;
             }
-            taken += length;
         }
-        self.last = last;
-        self.remaining -= taken;
-        if self.remaining == 0 {
-            return false;
-        }
-        match blocks.get(whole) {
-            Some(&block) => self.put(side, base + u64::from(block) * side.stride, length),
-            None => true,
-        }
+        true
     }
 }
 

@@ -25,8 +25,8 @@ impl<'a> LayerFinder<'a> {
     }
 }
 
-/// Adds to `found` the planes of the source's layer that hold parts of the destination plane, with the heads that may
-/// be used of each (those in `usable`, by source group, if given).
+/// Adds to `found` the planes of the source's layer (by number among them) that hold parts of the destination plane,
+/// with the heads that may be used of each (those in `usable`, by source group, if given).
 ///
 /// # Errors
 /// `GeometryMismatch` if there are none.
@@ -40,10 +40,10 @@ pub(super) fn matching_planes(
     found: &mut Vec<(u32, Option<HeadRange>)>,
 ) -> Result<()> {
     let wanted = &destination.planes()[plane as usize];
-    each_matching_kind(source, source_layer, destination, plane, |candidate, have| {
+    each_matching_kind(source, source_layer, destination, plane, |ordinal, have| {
         let (Some(needed), Some(mut held)) = (heads, have.heads) else {
             if heads.is_none() == have.heads.is_none() {
-                found.push((candidate, None));
+                found.push((ordinal, None));
             }
             return;
         };
@@ -54,10 +54,21 @@ pub(super) fn matching_planes(
             held = common;
         }
         if held.intersect(needed).is_some() {
-            found.push((candidate, Some(held)));
+            found.push((ordinal, Some(held)));
         }
     });
     if found.is_empty() {
+        // Planes of the right kind without the right heads: a differing field says more than the heads do.
+        let mut differing = Ok(());
+        each_matching_kind(source, source_layer, destination, plane, |ordinal, _| {
+            if differing.is_ok() {
+                let have = source.layer_planes(source_layer)[ordinal as usize];
+                let have = source.class(source.plane_class(have));
+                let wanted = destination.class(destination.plane_class(plane));
+                differing = check_classes(source, have, destination, wanted);
+            }
+        });
+        differing?;
         return Err(mismatch(
             "planes",
             kinds(source, source.layer_planes(source_layer)),
@@ -79,8 +90,9 @@ pub(super) fn matching_kinds(
     plane: u32,
     found: &mut Vec<u32>,
 ) {
-    each_matching_kind(source, source_layer, destination, plane, |candidate, _| {
-        found.push(candidate)
+    let planes = source.layer_planes(source_layer);
+    each_matching_kind(source, source_layer, destination, plane, |ordinal, _| {
+        found.push(planes[ordinal as usize]);
     });
 }
 
@@ -95,10 +107,10 @@ fn each_matching_kind(
     let wanted = &destination.planes()[plane as usize];
     let candidates = source.layer_planes(source_layer);
     if wanted.kind.is_attention() {
-        for &candidate in candidates {
+        for (ordinal, &candidate) in candidates.iter().enumerate() {
             let have = &source.planes()[candidate as usize];
             if provides(have, wanted) {
-                visit(candidate, have);
+                visit(ordinal as u32, have);
             }
         }
         return;
@@ -110,9 +122,12 @@ fn each_matching_kind(
         .take_while(|&&other| other != plane)
         .filter(|&&other| destination.planes()[other as usize].kind == wanted.kind)
         .count();
-    let same_kind = |&&candidate: &&u32| source.planes()[candidate as usize].kind == wanted.kind;
-    if let Some(&candidate) = candidates.iter().filter(same_kind).nth(ordinal) {
-        visit(candidate, &source.planes()[candidate as usize]);
+    let have = candidates
+        .iter()
+        .map(|&candidate| &source.planes()[candidate as usize])
+        .enumerate();
+    if let Some((ordinal, have)) = have.filter(|(_, have)| have.kind == wanted.kind).nth(ordinal) {
+        visit(ordinal as u32, have);
     }
 }
 

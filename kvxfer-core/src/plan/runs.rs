@@ -114,7 +114,7 @@ impl Plan {
 
     /// The runs, in stream order. Iterating allocates nothing per run.
     pub fn runs(&self, limits: RunLimits) -> Runs<'_> {
-        let edge = |max: Option<u64>| max.unwrap_or(u64::MAX).max(1);
+        let edge = |max: Option<u64>| max.map(|max| max.max(1));
         Runs {
             plan: self,
             source_edge: edge(limits.source_registration_max),
@@ -165,8 +165,8 @@ const PIECES_MAX: usize = 256;
 #[derive(Debug)]
 pub struct Runs<'a> {
     plan: &'a Plan,
-    source_edge: u64,
-    destination_edge: u64,
+    source_edge: Option<u64>,
+    destination_edge: Option<u64>,
     /// The destination plane in progress, as a position in its stream.
     plane: usize,
     /// First byte of the stream not yet in a pair.
@@ -275,8 +275,8 @@ impl Runs<'_> {
         let same = next.length == first.length
             && next.source.plane == first.source.plane
             && next.destination.plane == first.destination.plane
-            && next.source.offset / self.source_edge == first.source.offset / self.source_edge
-            && next.destination.offset / self.destination_edge == first.destination.offset / self.destination_edge;
+            && same_registration(first.source.offset, next.source.offset, self.source_edge)
+            && same_registration(first.destination.offset, next.destination.offset, self.destination_edge);
         let stride = |from: u64, to: u64| to.wrapping_sub(from) as i64;
         same.then(|| {
             (
@@ -287,8 +287,12 @@ impl Runs<'_> {
     }
 }
 
-fn to_edge(offset: u64, edge: u64) -> u64 {
-    edge - offset % edge
+fn to_edge(offset: u64, edge: Option<u64>) -> u64 {
+    edge.map_or(u64::MAX, |edge| edge - offset % edge)
+}
+
+fn same_registration(a: u64, b: u64, edge: Option<u64>) -> bool {
+    edge.is_none_or(|edge| a / edge == b / edge)
 }
 
 impl Iterator for Runs<'_> {

@@ -74,6 +74,9 @@ pub(super) struct Atom {
     /// Of the first kv value and head, in a block.
     offset: u64,
     strides: [u64; AXES],
+    /// Along the cut axis, of a full piece, and its nest in a full destination block.
+    piece: u64,
+    nest: Nest,
 }
 
 /// A destination plane class met with the side's classes, for one part.
@@ -93,8 +96,12 @@ pub(super) struct Shape {
     atoms: Vec<Atom>,
     /// Where in `order` the innermost cut is.
     cut: Option<usize>,
+    /// Whether a piece's nest depends on how many tokens the block has.
+    token_inside_cut: bool,
     /// Of a full destination block, if nothing is cut.
     full: Nest,
+    /// No two of the side's blocks in the part lie one behind the other.
+    scattered: bool,
 }
 
 /// What a shape is made of.
@@ -137,15 +144,35 @@ impl Shape {
         let unit_bytes =
             counts[slot(Axis::Kv)] * counts[slot(Axis::Head)] * counts[slot(Axis::Dim)] * input.inside.element;
         let order = input.inside.order;
+        // With the tokens outermost the stream runs through them whatever the destination's blocks: the side's own
+        // blocks are the better steps then.
+        let outermost = order.iter().find(|&&axis| counts[slot(axis)] > 1);
+        let tokens_lead = outermost.is_none_or(|&axis| axis == Axis::Token);
+        let mut tokens_per_block = input.inside.tokens_per_block;
+        if tokens_lead && input.destination.order != InnerOrder::Packed {
+            tokens_per_block = side_inside.tokens_per_block;
+            counts[slot(Axis::Token)] = tokens_per_block;
+        }
         let is_cut = |axis: Axis| match axis {
             Axis::Kv => atoms.iter().any(|atom| atom.kv != (0, counts[slot(Axis::Kv)])),
             Axis::Head => atoms.iter().any(|atom| atom.heads != (0, counts[slot(Axis::Head)])),
-            Axis::Token => !side_inside
-                .tokens_per_block
-                .is_multiple_of(input.inside.tokens_per_block),
+            Axis::Token => !side_inside.tokens_per_block.is_multiple_of(tokens_per_block),
             Axis::Dim => false,
         };
         let cut = (0..AXES).rev().find(|&position| is_cut(order[position]));
+        if let Some(cut) = cut {
+            for atom in &mut atoms {
+                atom.piece = match order[cut] {
+                    Axis::Kv => atom.kv.1 - atom.kv.0,
+                    Axis::Head => atom.heads.1 - atom.heads.0,
+                    Axis::Token => side_inside.tokens_per_block.min(tokens_per_block),
+                    Axis::Dim => counts[slot(Axis::Dim)],
+                };
+                let mut piece = counts;
+                piece[slot(order[cut])] = atom.piece;
+                atom.nest = Nest::new(input.inside.element, &order, cut, &piece, &atom.strides);
+            }
+        }
         Ok(Shape {
             full: Nest::new(input.inside.element, &order, 0, &counts, &atoms[0].strides),
             order,
@@ -153,13 +180,24 @@ impl Shape {
             element: input.inside.element,
             unit_bytes,
             units: input.units,
-            tokens_per_block: input.inside.tokens_per_block,
+            tokens_per_block,
             side_tokens_per_block: side_inside.tokens_per_block,
             side_first_block,
             side_group: side_class.group,
             atoms,
             cut,
+            token_inside_cut: cut.is_some_and(|cut| order[cut + 1..].contains(&Axis::Token)),
+            scattered: false,
         })
+    }
+
+    /// Notes how the side's blocks of the part (see [`side_blocks`](Self::side_blocks)) follow each other.
+    pub(super) fn note_blocks(&mut self, blocks: &[BlockId]) {
+        // Without a branch per block, so that it runs on whole vectors of them.
+        let followed = blocks
+            .windows(2)
+            .fold(false, |any, pair| any | (pair[1] == pair[0].wrapping_add(1)));
+        self.scattered = !followed;
     }
 
     /// Bytes of the plane in the part's stream.
@@ -181,44 +219,71 @@ impl Shape {
     /// Gives the plane's bytes to `sink`, from byte `skip` on. False when the sink wants no more.
     #[inline]
     pub(super) fn expand<S: Sink>(&self, sides: &[SidePlane], blocks: &[BlockId], skip: u64, sink: &mut S) -> bool {
-        let (mut position, mut skip) = self.seek(skip);
+        let (mut position, mut skip) = if skip == 0 {
+            (self.units.start, 0)
+        } else {
+            self.seek(skip)
+        };
         while position < self.units.end {
             let in_block = position % self.tokens_per_block;
-            let block_end = (position - in_block + self.tokens_per_block).min(self.units.end);
-            let whole = in_block == 0 && block_end - position == self.tokens_per_block;
-            if self.cut.is_some() {
-                if !self.expand_cut(sides, blocks, position, block_end, skip, sink) {
-                    return false;
-                }
-                position = block_end;
-            } else if whole && skip == 0 && self.full.depth == 0 && self.tokens_per_block == self.side_tokens_per_block
-            {
-                // All whole blocks at once: one contiguous piece of each.
+            let same_blocks = self.cut.is_none() && self.tokens_per_block == self.side_tokens_per_block;
+            if same_blocks && in_block == 0 && skip == 0 {
                 let count = (self.units.end - position) / self.tokens_per_block;
-                let first = (position / self.tokens_per_block - self.side_first_block) as usize;
-                let blocks = &blocks[first..first + count as usize];
-                if !sink.put_blocks(&sides[0], self.atoms[0].offset, self.full.row, blocks) {
-                    return false;
+                if count > 0 {
+                    let first = (position / self.tokens_per_block - self.side_first_block) as usize;
+                    if !self.expand_whole(&sides[0], &blocks[first..first + count as usize], sink) {
+                        return false;
+                    }
+                    position += count * self.tokens_per_block;
+                    continue;
                 }
-                position += count * self.tokens_per_block;
-            } else {
-                let base = self.place(&sides[0], &self.atoms[0], blocks, position);
-                let more = if whole {
-                    self.full.emit(&sides[0], base, skip, sink)
-                } else {
-                    let mut counts = self.counts;
-                    counts[slot(Axis::Token)] = block_end - position;
-                    Nest::new(self.element, &self.order, 0, &counts, &self.atoms[0].strides)
-                        .emit(&sides[0], base, skip, sink)
-                };
-                if !more {
-                    return false;
-                }
-                position = block_end;
             }
+            let end = (position - in_block + self.tokens_per_block).min(self.units.end);
+            let more = match self.cut {
+                Some(cut) => self.expand_cut(cut, sides, blocks, position, end, skip, sink),
+                None => self.expand_uncut(&sides[0], blocks, position, end, skip, sink),
+            };
+            if !more {
+                return false;
+            }
+            position = end;
             skip = 0;
         }
         true
+    }
+
+    /// Whole blocks that lie in whole blocks of the side: no arithmetic but a multiplication per block.
+    #[inline]
+    fn expand_whole<S: Sink>(&self, side: &SidePlane, blocks: &[BlockId], sink: &mut S) -> bool {
+        let offset = self.atoms[0].offset;
+        if self.full.depth == 0 {
+            let apart = self.scattered || side.stride != self.full.row;
+            return sink.put_blocks(side, offset, self.full.row, blocks, apart);
+        }
+        let base = side.base + offset;
+        blocks
+            .iter()
+            .all(|&block| self.full.emit(side, base + u64::from(block) * side.stride, 0, sink))
+    }
+
+    /// One destination block (its units `position..end`) that lies in one block of the side.
+    fn expand_uncut<S: Sink>(
+        &self,
+        side: &SidePlane,
+        blocks: &[BlockId],
+        position: u64,
+        end: u64,
+        skip: u64,
+        sink: &mut S,
+    ) -> bool {
+        let base = self.place(side, &self.atoms[0], blocks, position);
+        if end - position == self.tokens_per_block {
+            return self.full.emit(side, base, skip, sink);
+        }
+        let mut counts = self.counts;
+        counts[slot(Axis::Token)] = end - position;
+        let nest = Nest::new(self.element, &self.order, 0, &counts, &self.atoms[0].strides);
+        nest.emit(side, base, skip, sink)
     }
 
     /// The unit where the destination block with this byte begins (in the part), and how far into it the byte lies.
@@ -248,8 +313,10 @@ impl Shape {
 
     /// One destination block (its units `start..end`) where the side is cut: axes outside the cut are walked one by
     /// one, the cut axis piece by piece, and what is inside is a nest.
+    #[allow(clippy::too_many_arguments)] // One block of one plane has these coordinates.
     fn expand_cut<S: Sink>(
         &self,
+        cut: usize,
         sides: &[SidePlane],
         blocks: &[BlockId],
         start: u64,
@@ -257,7 +324,6 @@ impl Shape {
         skip: u64,
         sink: &mut S,
     ) -> bool {
-        let Some(cut) = self.cut else { return true };
         let mut counts = self.counts;
         counts[slot(Axis::Token)] = end - start;
         let cut_axis = self.order[cut];
@@ -266,8 +332,12 @@ impl Shape {
             .fold(self.element, |bytes, &axis| bytes * counts[slot(axis)]);
         let cut_count = counts[slot(cut_axis)];
         let outer_count: u64 = self.order[..cut].iter().map(|&axis| counts[slot(axis)]).product();
-        let mut outer = skip / (inner_bytes * cut_count);
-        let mut inside = skip % (inner_bytes * cut_count);
+        let full = end - start == self.tokens_per_block || !self.token_inside_cut;
+        let (mut outer, mut inside) = (0, skip);
+        if skip > 0 {
+            outer = skip / (inner_bytes * cut_count);
+            inside = skip % (inner_bytes * cut_count);
+        }
         while outer < outer_count {
             let mut index = [0u64; AXES];
             let mut rest = outer;
@@ -275,8 +345,11 @@ impl Shape {
                 index[slot(axis)] = rest % counts[slot(axis)];
                 rest /= counts[slot(axis)];
             }
-            let mut along = inside / inner_bytes;
-            inside %= inner_bytes;
+            let mut along = 0;
+            if inside > 0 {
+                along = inside / inner_bytes;
+                inside %= inner_bytes;
+            }
             while along < cut_count {
                 index[slot(cut_axis)] = along;
                 let (number, atom) = self.atom_at(index[slot(Axis::Kv)], index[slot(Axis::Head)]);
@@ -290,14 +363,19 @@ impl Shape {
                     }
                     Axis::Dim => cut_count,
                 };
-                let mut piece = counts;
-                piece[slot(cut_axis)] = piece_end - along;
                 let base = self.place(&sides[number], atom, blocks, position)
                     + (index[slot(Axis::Kv)] - atom.kv.0) * atom.strides[slot(Axis::Kv)]
                     + (index[slot(Axis::Head)] - atom.heads.0) * atom.strides[slot(Axis::Head)]
                     + index[slot(Axis::Dim)] * atom.strides[slot(Axis::Dim)];
-                let nest = Nest::new(self.element, &self.order, cut, &piece, &atom.strides);
-                if !nest.emit(&sides[number], base, inside, sink) {
+                let more = if full && piece_end - along == atom.piece {
+                    atom.nest.emit(&sides[number], base, inside, sink)
+                } else {
+                    let mut piece = counts;
+                    piece[slot(cut_axis)] = piece_end - along;
+                    let nest = Nest::new(self.element, &self.order, cut, &piece, &atom.strides);
+                    nest.emit(&sides[number], base, inside, sink)
+                };
+                if !more {
                     return false;
                 }
                 inside = 0;
@@ -355,6 +433,8 @@ fn atom(input: &ShapeInput<'_>, side: &PlaneClass, usable: Option<HeadRange>) ->
         heads,
         offset,
         strides: inside.strides,
+        piece: 0,
+        nest: Nest::NOTHING,
     })
 }
 

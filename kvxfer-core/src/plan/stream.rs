@@ -47,15 +47,17 @@ pub(super) struct Wanted<'a> {
 
 /// What one plane of the destination gives to a part.
 pub(super) struct WantedPlane {
+    /// Among the planes of its layer.
+    pub(super) ordinal: u32,
     pub(super) plane: u32,
     pub(super) class: u16,
     pub(super) heads: Option<HeadRange>,
     pub(super) units: Units,
 }
 
-impl<'a> Wanted<'a> {
-    /// Calls `visit` for each plane of the part in stream order.
-    pub(super) fn planes(&self, mut visit: impl FnMut(u16, WantedPlane) -> Result<()>) -> Result<()> {
+impl Wanted<'_> {
+    /// The layers of the part in stream order, after a check of everything but blocks.
+    pub(super) fn layers(&self) -> Result<impl Iterator<Item = u16> + '_> {
         self.layout.check_group_count(self.selection)?;
         for (index, group) in self.selection.groups.iter().enumerate() {
             self.layout.check_shape(index, group)?;
@@ -64,28 +66,31 @@ impl<'a> Wanted<'a> {
         let count = self.scope.layer_count(self.layout);
         let end = usize::from(self.extent.layer_end).min(count);
         let start = usize::from(self.extent.layer_start).min(end);
-        for position in start..end {
-            let layer = self.scope.layer(position);
-            if usize::from(layer) >= self.layout.layers().len() {
-                return Err(Error::new(ErrorKind::OutOfBounds, format!("layer {layer} of a scope"))
-                    .because(format!("the pool has {} layers", self.layout.layers().len())));
-            }
-            for &plane in self.layout.layer_planes(layer) {
-                let class = self.layout.plane_class(plane);
-                if let Some((heads, units)) = self.share(self.layout.class(class)) {
-                    visit(
-                        layer,
-                        WantedPlane {
-                            plane,
-                            class,
-                            heads,
-                            units,
-                        },
-                    )?;
-                }
-            }
+        let known = self.layout.layers().len();
+        if let Some(beyond) = (start..end)
+            .map(|at| self.scope.layer(at))
+            .find(|&layer| usize::from(layer) >= known)
+        {
+            return Err(Error::new(ErrorKind::OutOfBounds, format!("layer {beyond} of a scope"))
+                .because(format!("the pool has {known} layers")));
         }
-        Ok(())
+        Ok((start..end).map(|at| self.scope.layer(at)))
+    }
+
+    /// What each plane of a layer gives to the part, in stream order.
+    pub(super) fn planes(&self, layer: u16) -> impl Iterator<Item = WantedPlane> + '_ {
+        let planes = self.layout.layer_planes(layer).iter().enumerate();
+        planes.filter_map(|(ordinal, &plane)| {
+            let class = self.layout.plane_class(plane);
+            let (heads, units) = self.share(self.layout.class(class))?;
+            Some(WantedPlane {
+                ordinal: ordinal as u32,
+                plane,
+                class,
+                heads,
+                units,
+            })
+        })
     }
 
     /// Heads and units that planes of this class give to the part; `None` if nothing.
@@ -143,12 +148,21 @@ impl SelectionStream {
     /// The destination's own side.
     pub(super) fn of_destination(wanted: Wanted<'_>, target: &Arc<Target>) -> Result<SelectionStream> {
         let mut build = Build::new(wanted, wanted.layout, wanted.selection, target);
-        wanted.planes(|_, plane| {
-            let shape = build.shape(&plane, &[(plane.class, plane.heads)], |_| Ok(()))?;
-            build.add(&plane, shape, &[(plane.plane, plane.heads)]);
-            Ok(())
-        })?;
-        Ok(build.finish())
+        for layer in wanted.layers()? {
+            build.layer(layer, layer, |build, template| {
+                for plane in wanted.planes(layer) {
+                    let shape = build.shape(&plane, &[(plane.class, plane.heads)])?;
+                    template.add(
+                        &plane,
+                        shape,
+                        build.stream.shapes[shape as usize].bytes(),
+                        [plane.ordinal],
+                    );
+                }
+                Ok(())
+            })?;
+        }
+        Ok(build.stream)
     }
 
     /// The source's side.
@@ -166,30 +180,38 @@ impl SelectionStream {
         scope.check_heads(source)?;
         let mut build = Build::new(wanted, source, selection, target);
         let mut finder = LayerFinder::new(source);
-        let mut layer_found = (u16::MAX, 0u16);
-        let mut planes: Vec<(u32, Option<HeadRange>)> = Vec::new();
-        let mut classes: Vec<(u16, Option<HeadRange>)> = Vec::new();
-        wanted.planes(|layer, plane| {
-            if layer_found.0 != layer || layer == u16::MAX {
-                layer_found = (layer, source_layer(&wanted, &mut finder, source, scope, layer)?);
+        for layer in wanted.layers()? {
+            // A layer that gives nothing to the part (no tokens of its group in it) need not be on the source.
+            if wanted.planes(layer).next().is_none() {
+                continue;
             }
-            planes.clear();
-            classes.clear();
-            matching_planes(
-                source,
-                layer_found.1,
-                scope.heads.as_deref(),
-                wanted.layout,
-                plane.plane,
-                plane.heads,
-                &mut planes,
-            )?;
-            classes.extend(planes.iter().map(|&(index, heads)| (source.plane_class(index), heads)));
-            let shape = build.shape(&plane, &classes, |build| build.check_source(&plane, &classes))?;
-            build.add(&plane, shape, &planes);
-            Ok(())
-        })?;
-        Ok(build.finish())
+            let source_layer = source_layer(&wanted, &mut finder, source, scope, layer)?;
+            build.layer(layer, source_layer, |build, template| {
+                let usable = scope.heads.as_deref();
+                let mut found: Vec<(u32, Option<HeadRange>)> = Vec::new();
+                for plane in wanted.planes(layer) {
+                    found.clear();
+                    matching_planes(
+                        source,
+                        source_layer,
+                        usable,
+                        wanted.layout,
+                        plane.plane,
+                        plane.heads,
+                        &mut found,
+                    )?;
+                    let planes = source.layer_planes(source_layer);
+                    let class = |ordinal: u32| source.plane_class(planes[ordinal as usize]);
+                    let classes: Vec<_> = found.iter().map(|&(ordinal, heads)| (class(ordinal), heads)).collect();
+                    build.check_source(&plane, &classes)?;
+                    let shape = build.shape(&plane, &classes)?;
+                    let bytes = build.stream.shapes[shape as usize].bytes();
+                    template.add(&plane, shape, bytes, found.iter().map(|&(ordinal, _)| ordinal));
+                }
+                Ok(())
+            })?;
+        }
+        Ok(build.stream)
     }
 
     /// Bytes of the part.
@@ -292,20 +314,50 @@ fn source_layer(
     }
 }
 
-/// A stream being put together. Planes that look alike share a shape.
+/// A stream being put together. Planes that look alike share a shape, and layers that look alike a template.
 struct Build<'a> {
     wanted: Wanted<'a>,
     side_layout: &'a PoolLayout,
     side_selection: &'a Selection,
     keys: Vec<ShapeKey>,
-    /// Where to look first: planes of a layer come in the same order in each layer.
-    next_key: usize,
+    templates: Vec<Template>,
+    /// Where to look first: the template after the one used last.
+    next_template: usize,
     stream: SelectionStream,
 }
 
 struct ShapeKey {
     class: u16,
     side: Vec<(u16, Option<HeadRange>)>,
+}
+
+/// What a layer of these classes (the destination's and the side's) gives to the stream.
+struct Template {
+    classes: (u16, u16),
+    entries: Vec<TemplateEntry>,
+    /// The side's planes of all entries, by number among the planes of the side's layer.
+    sides: Vec<u32>,
+}
+
+struct TemplateEntry {
+    /// The destination's plane, by number among the planes of its layer.
+    ordinal: u32,
+    shape: u32,
+    sides: u32,
+    bytes: u64,
+}
+
+impl Template {
+    fn add(&mut self, plane: &WantedPlane, shape: u32, bytes: u64, sides: impl IntoIterator<Item = u32>) {
+        let before = self.sides.len();
+        self.sides.extend(sides);
+        self.entries.push(TemplateEntry {
+            ordinal: plane.ordinal,
+            shape,
+            sides: (self.sides.len() - before) as u32,
+            bytes,
+        });
+    }
 }
 
 impl<'a> Build<'a> {
@@ -329,7 +381,8 @@ impl<'a> Build<'a> {
             side_layout,
             side_selection,
             keys: Vec::new(),
-            next_key: 0,
+            templates: Vec::new(),
+            next_template: 0,
             stream: SelectionStream {
                 entries: Vec::with_capacity(expected),
                 shapes: Vec::new(),
@@ -340,30 +393,76 @@ impl<'a> Build<'a> {
         }
     }
 
-    /// The shape of a plane met with these classes of the side: a known one, or a new one after `check`.
-    fn shape(
+    /// Adds a layer, by a template that is known or that `make` fills.
+    fn layer(
         &mut self,
-        plane: &WantedPlane,
-        side: &[(u16, Option<HeadRange>)],
-        check: impl FnOnce(&Self) -> Result<()>,
-    ) -> Result<u32> {
-        let count = self.keys.len();
-        for step in 0..count {
-            let mut index = self.next_key + step;
-            if index >= count {
-                index -= count;
+        layer: u16,
+        side_layer: u16,
+        make: impl FnOnce(&mut Self, &mut Template) -> Result<()>,
+    ) -> Result<()> {
+        let classes = (
+            self.wanted.layout.layer_class(layer),
+            self.side_layout.layer_class(side_layer),
+        );
+        let count = self.templates.len();
+        let known = (0..count)
+            .map(|step| (self.next_template + step) % count)
+            .find(|&index| self.templates[index].classes == classes);
+        let index = match known {
+            Some(index) => index,
+            None => {
+                let mut template = Template {
+                    classes,
+                    entries: Vec::new(),
+                    sides: Vec::new(),
+                };
+                make(self, &mut template)?;
+                self.templates.push(template);
+                count
             }
-            let key = &self.keys[index];
-            if key.class == plane.class && key.side == side {
-                self.next_key = if index + 1 < count { index + 1 } else { 0 };
-                return Ok(index as u32);
-            }
+        };
+        self.next_template = index + 1;
+        let planes = self.wanted.layout.layer_planes(layer);
+        let side_planes = self.side_layout.layer_planes(side_layer);
+        let (template, stream) = (&self.templates[index], &mut self.stream);
+        let mut sides = template.sides.iter();
+        for entry in &template.entries {
+            stream.entries.push(Entry {
+                start: stream.length,
+                shape: entry.shape,
+                side: stream.sides.len() as u32,
+                plane: planes[entry.ordinal as usize],
+            });
+            stream.length += entry.bytes;
+            stream
+                .sides
+                .extend(sides.by_ref().take(entry.sides as usize).map(|&ordinal| {
+                    let index = side_planes[ordinal as usize];
+                    let plane = &self.side_layout.planes()[index as usize];
+                    SidePlane {
+                        plane: index,
+                        region: plane.region,
+                        base: plane.base,
+                        stride: plane.stride,
+                    }
+                }));
         }
-        check(self)?;
+        Ok(())
+    }
+
+    /// The shape of a plane met with these classes of the side.
+    fn shape(&mut self, plane: &WantedPlane, side: &[(u16, Option<HeadRange>)]) -> Result<u32> {
+        let known = self
+            .keys
+            .iter()
+            .position(|key| key.class == plane.class && key.side == side);
+        if let Some(index) = known {
+            return Ok(index as u32);
+        }
         let group = usize::from(self.side_layout.class(side[0].0).group);
         let chosen = &self.side_selection.groups[group];
         let class = self.wanted.layout.class(plane.class);
-        let shape = Shape::new(&ShapeInput {
+        let mut shape = Shape::new(&ShapeInput {
             destination: class,
             inside: Inside::of(self.wanted.layout, class),
             heads: plane.heads,
@@ -381,36 +480,13 @@ impl<'a> Build<'a> {
                 .because(format!("it has {}", chosen.blocks.len()))
         })?;
         check_range(group, touched)?;
+        shape.note_blocks(touched);
         self.stream.shapes.push(shape);
         self.keys.push(ShapeKey {
             class: plane.class,
             side: side.to_vec(),
         });
-        Ok(count as u32)
-    }
-
-    fn add(&mut self, plane: &WantedPlane, shape: u32, sides: &[(u32, Option<HeadRange>)]) {
-        let stream = &mut self.stream;
-        stream.entries.push(Entry {
-            start: stream.length,
-            shape,
-            side: stream.sides.len() as u32,
-            plane: plane.plane,
-        });
-        for &(index, _) in sides {
-            let plane = &self.side_layout.planes()[index as usize];
-            stream.sides.push(SidePlane {
-                plane: index,
-                region: plane.region,
-                base: plane.base,
-                stride: plane.stride,
-            });
-        }
-        stream.length += stream.shapes[shape as usize].bytes();
-    }
-
-    fn finish(self) -> SelectionStream {
-        self.stream
+        Ok((self.keys.len() - 1) as u32)
     }
 
     /// Checks that the source's planes mean the same and that its selection covers the part's tokens.
@@ -468,13 +544,26 @@ impl<'a> Build<'a> {
 /// Bytes of all planes of a part.
 pub(super) fn part_bytes(wanted: Wanted<'_>) -> Result<u64> {
     let mut bytes = 0u64;
-    wanted.planes(|_, plane| {
-        let class = wanted.layout.class(plane.class);
-        let inside = Inside::of(wanted.layout, class);
-        let held = u64::from(class.heads.map_or(1, HeadRange::count));
-        let moved = u64::from(plane.heads.map_or(1, HeadRange::count));
-        bytes += class.block_length / inside.tokens_per_block / held * moved * (plane.units.end - plane.units.start);
-        Ok(())
-    })?;
+    let mut last: Option<(u16, u64)> = None;
+    for layer in wanted.layers()? {
+        let class = wanted.layout.layer_class(layer);
+        let of_layer = match last {
+            Some((known, of_layer)) if known == class => of_layer,
+            _ => wanted
+                .planes(layer)
+                .map(|plane| plane_bytes(wanted.layout, &plane))
+                .sum(),
+        };
+        last = Some((class, of_layer));
+        bytes += of_layer;
+    }
     Ok(bytes)
+}
+
+fn plane_bytes(layout: &PoolLayout, plane: &WantedPlane) -> u64 {
+    let class = layout.class(plane.class);
+    let held = u64::from(class.heads.map_or(1, HeadRange::count));
+    let moved = u64::from(plane.heads.map_or(1, HeadRange::count));
+    let unit = class.block_length / Inside::of(layout, class).tokens_per_block / held;
+    unit * moved * (plane.units.end - plane.units.start)
 }

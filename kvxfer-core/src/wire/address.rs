@@ -4,6 +4,9 @@ use std::fmt;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use std::str::FromStr;
 
+use serde::de::Visitor;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
 use super::limits::{ADDRESS_SOCKETS_MAX, ADDRESS_TEXT_MAX};
 use super::{EndpointAddress, RankCoordinates};
 use crate::error::{Error, ErrorKind, Result};
@@ -236,6 +239,46 @@ impl FromStr for EndpointAddress {
         };
         address.check().map_err(|why| bad(&why))?;
         Ok(address)
+    }
+}
+
+/// As text in formats for people, as bytes in others: both keep an IPv6 address's scope, which serde's own form of a
+/// socket address loses.
+impl Serialize for EndpointAddress {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        if serializer.is_human_readable() {
+            serializer.collect_str(self)
+        } else {
+            serializer.serialize_bytes(&self.to_bytes())
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for EndpointAddress {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        if deserializer.is_human_readable() {
+            deserializer.deserialize_str(AddressVisitor)
+        } else {
+            deserializer.deserialize_bytes(AddressVisitor)
+        }
+    }
+}
+
+struct AddressVisitor;
+
+impl Visitor<'_> for AddressVisitor {
+    type Value = EndpointAddress;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("an endpoint address")
+    }
+
+    fn visit_str<E: serde::de::Error>(self, text: &str) -> Result<EndpointAddress, E> {
+        text.parse().map_err(E::custom)
+    }
+
+    fn visit_bytes<E: serde::de::Error>(self, bytes: &[u8]) -> Result<EndpointAddress, E> {
+        EndpointAddress::from_bytes(bytes).map_err(E::custom)
     }
 }
 

@@ -32,7 +32,7 @@ pub use limits::FRAME_BODY_BYTES_MAX;
 /// left out where they are `0/1`. A bare `host:port` has no incarnation. An address whose text would be longer than
 /// [`limits::ADDRESS_TEXT_MAX`] (two long IPv6 sockets with ranks) is written as `kvx1=<its bytes in base32>`. IPv6
 /// flow labels are not carried.
-#[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct EndpointAddress {
     /// Where it listens, best first; at most 2.
     pub sockets: Vec<SocketAddr>,

@@ -1,6 +1,6 @@
 //! A link in small steps: one [`LinkSender`], lanes that lose, stall and reorder against each other, and the peer's
 //! [`SlotTable`]. After each step the data plane's promises are checked against what was really sent and placed.
-#![allow(unreachable_pub)]
+#![allow(unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;
@@ -304,7 +304,7 @@ impl World {
         if let Some(placing) = connection.placing {
             self.table.abandon(&placing.header);
         }
-        let states = self.table.chunk_states(&connection.in_doubt);
+        let states = self.table.chunk_states(SENDER, &connection.in_doubt);
         let mut answer: Vec<_> = connection.in_doubt.iter().copied().zip(states).collect();
         match self.numbers.below(4) {
             0 => answer.reverse(),

@@ -1,5 +1,5 @@
 //! A model of the slot table: what each operation must answer, kept as plain sets of bytes.
-#![allow(unreachable_pub)]
+#![allow(unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -319,7 +319,10 @@ fn step(
                 Phase::Open if Model::bytes(&header).all(|byte| slot.applied.contains(&byte)) => ChunkState::Applied,
                 Phase::Open => ChunkState::Missing,
             };
-            prop_assert_eq!(table.chunk_states(&[header.name()]), [expected]);
+            prop_assert_eq!(
+                table.chunk_states(slot.writer.unwrap_or(peer(0)), &[header.name()]),
+                [expected]
+            );
         }
     }
     Ok(())

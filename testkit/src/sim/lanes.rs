@@ -4,7 +4,7 @@
 use std::collections::VecDeque;
 use std::time::Duration;
 
-use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender};
+use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender, TransferId};
 use kvxfer_core::machine::LinkCommand;
 use kvxfer_core::transport::{LinkEvent, LinkPeer};
 use kvxfer_core::wire::lane::LaneHello;
@@ -79,6 +79,10 @@ impl LaneEnd {
             step_at: None,
         }
     }
+
+    pub(crate) fn sending_transfer(&self) -> Option<TransferId> {
+        self.sending.as_ref().map(|sending| sending.chunk.transfer)
+    }
 }
 
 impl World {
@@ -91,7 +95,10 @@ impl World {
         let dials = peer.dials;
         let incarnation = peer.incarnation;
         if body.links.contains_key(&incarnation) {
-            self.fail("internal", format!("node {node} was told to make a second link to {incarnation:?}"));
+            self.fail(
+                "internal",
+                format!("node {node} was told to make a second link to {incarnation:?}"),
+            );
             return;
         }
         let link = self.links.len();
@@ -100,7 +107,7 @@ impl World {
             node,
             life,
             peer,
-            sender: LinkSender::new(self.profile.sender.clone()),
+            sender: LinkSender::new(self.profile.sender.clone()).with_chunk_bytes_max(self.profile.chunk_bytes_max),
             lanes: vec![None; lanes as usize],
             epochs: vec![0; lanes as usize],
             attempts: 0,
@@ -190,7 +197,8 @@ impl World {
         }
         side.epochs[index] = hello.lane.epoch;
         if let Some(older) = side.lanes[index] {
-            let why = Error::new(ErrorKind::Transport, format!("lane {index}")).because("a newer connection replaces it");
+            let why =
+                Error::new(ErrorKind::Transport, format!("lane {index}")).because("a newer connection replaces it");
             let end = self.end_of(older, link);
             self.close_lane(older, end, why);
         }
@@ -256,7 +264,11 @@ impl World {
             }
             self.cut_lane_pipe(lane, end);
             let slow = self.rng.percent(10);
-            let notice = Duration::from_micros(if slow { self.rng.within(1..900_000) } else { self.rng.within(1..4_000) });
+            let notice = Duration::from_micros(if slow {
+                self.rng.within(1..900_000)
+            } else {
+                self.rng.within(1..4_000)
+            });
             let why = Error::new(ErrorKind::Transport, format!("lane {:?}", self.lanes[lane].name))
                 .because("the connection was reset");
             self.queue.push(self.now + notice, Event::LaneBroken { lane, end, why });
@@ -265,8 +277,16 @@ impl World {
 
     fn cut_lane_pipe(&mut self, lane: LaneIndex, end: usize) {
         let under_way = self.lanes[lane].pipes[end].len() as u64;
-        let survivors = if under_way == 0 { 0 } else { self.rng.below(under_way + 1) as usize };
-        let acks = self.lanes[lane].pipes[end].iter().skip(survivors).filter(|item| item.is_ack()).count();
+        let survivors = if under_way == 0 {
+            0
+        } else {
+            self.rng.below(under_way + 1) as usize
+        };
+        let acks = self.lanes[lane].pipes[end]
+            .iter()
+            .skip(survivors)
+            .filter(|item| item.is_ack())
+            .count();
         if acks > 0 {
             self.coverage.reach(Point::AckLost);
         }
@@ -286,8 +306,12 @@ impl World {
         side.closed = true;
         let was_up = std::mem::replace(&mut side.up, false);
         side.sending = None;
-        side.receiving = None;
         side.closing = None;
+        let (node, received) = (side.node, side.receiving.take());
+        if let (Some(received), Some(body)) = (received, self.nodes[node].body.as_ref()) {
+            received.abandon(&body.slots);
+        }
+        let side = &mut self.lanes[lane].ends[end];
         if !side.acks.is_empty() {
             self.coverage.reach(Point::AckLost);
         }
@@ -315,7 +339,12 @@ impl World {
             if !chunks.is_empty() {
                 self.coverage.reach(Point::LaneInDoubt);
             }
-            self.trace(|| format!("lane {lane} end {end} lost with {} chunks in doubt: {why}", chunks.len()));
+            self.trace(|| {
+                format!(
+                    "lane {lane} end {end} lost with {} chunks in doubt: {why}",
+                    chunks.len()
+                )
+            });
             self.report(
                 link,
                 LinkEvent::LaneLost {
@@ -380,11 +409,9 @@ impl World {
         let Some(body) = self.nodes[node].body.as_ref() else {
             return;
         };
-        let states: Vec<(ChunkName, ChunkState)> = chunks
-            .iter()
-            .copied()
-            .zip(body.slots.chunk_states(chunks))
-            .collect();
+        let from = self.links[link].peer.incarnation;
+        let states: Vec<(ChunkName, ChunkState)> =
+            chunks.iter().copied().zip(body.slots.chunk_states(from, chunks)).collect();
         for (_, state) in &states {
             match state {
                 ChunkState::Applied | ChunkState::Arrived => self.coverage.reach(Point::InDoubtApplied),
@@ -398,7 +425,10 @@ impl World {
     fn fence_lane(&mut self, link: LinkIndex, name: LaneName, chunks: Vec<ChunkName>) {
         let index = name.index as usize;
         if index >= self.links[link].lanes.len() {
-            self.fail("internal", format!("a fence for lane {name:?} that the link does not have"));
+            self.fail(
+                "internal",
+                format!("a fence for lane {name:?} that the link does not have"),
+            );
             return;
         }
         let epoch = &mut self.links[link].epochs[index];
@@ -416,7 +446,10 @@ impl World {
     }
 
     pub(crate) fn link_command(&mut self, node: NodeIndex, peer: Incarnation, command: LinkCommand) {
-        let link = self.nodes[node].body.as_ref().and_then(|body| body.links.get(&peer).copied());
+        let link = self.nodes[node]
+            .body
+            .as_ref()
+            .and_then(|body| body.links.get(&peer).copied());
         let Some(link) = link else {
             if let LinkCommand::Submit(spec) = command {
                 let error = Error::new(ErrorKind::Closed, "the link").at(format!("peer {peer:?}"));
@@ -427,13 +460,23 @@ impl World {
         match command {
             LinkCommand::Submit(spec) => {
                 let id = spec.id;
+                self.note_submit(link, &spec);
                 if let Err(error) = self.links[link].sender.submit(spec) {
                     self.with_machine(node, |machine, now| machine.submit_failed(now, peer, id, error));
                 }
             }
-            LinkCommand::AddPart(id, part) => self.links[link].sender.add_part(id, part),
-            LinkCommand::Stop(id) => self.links[link].sender.stop(id),
-            LinkCommand::Forget(id) => self.links[link].sender.forget(id),
+            LinkCommand::AddPart(id, part) => {
+                self.note_part(link, id);
+                self.links[link].sender.add_part(id, part);
+            }
+            LinkCommand::Stop(id) => {
+                self.note_gone(link, id);
+                self.links[link].sender.stop(id);
+            }
+            LinkCommand::Forget(id) => {
+                self.note_gone(link, id);
+                self.links[link].sender.forget(id);
+            }
             LinkCommand::FenceLane(lane, chunks) => self.fence_lane(link, lane, chunks),
             LinkCommand::LaneFenced(lane, chunks) => {
                 let now = self.now;
@@ -544,7 +587,11 @@ impl World {
     }
 
     pub(crate) fn report(&mut self, link: LinkIndex, event: LinkEvent) {
-        let (node, life, peer) = (self.links[link].node, self.links[link].life, self.links[link].peer.incarnation);
+        let (node, life, peer) = (
+            self.links[link].node,
+            self.links[link].life,
+            self.links[link].peer.incarnation,
+        );
         if self.nodes[node].life == life {
             self.report_to(node, peer, event);
         }

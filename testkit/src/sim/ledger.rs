@@ -1,7 +1,7 @@
 //! What the applications of the simulated endpoints know: one record for each handle they opened, from its opening to
 //! long after its end. Oracles compare the system with it.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use kvxfer_core::layout::{BlockDescriptor, BlockId, Selection};
@@ -36,6 +36,10 @@ pub(crate) struct Record {
     pub(crate) died: Option<Time>,
     /// The application asked for its end.
     pub(crate) ending: bool,
+    /// A thread did not let go of its blocks: they are never given back.
+    pub(crate) quarantined: bool,
+    /// Whose bytes had arrived, once they had.
+    pub(crate) came_from: BTreeSet<Serial>,
 }
 
 /// Which bytes a handle is about.
@@ -70,9 +74,7 @@ pub(crate) struct OfferRecord {
     pub(crate) key: Vec<u8>,
     pub(crate) incarnation: Incarnation,
     pub(crate) attempt: u32,
-    /// Restarts so far, with their times.
     pub(crate) readers: u16,
-    /// Tokens whose bytes are in place, by what `ready` was called with.
     pub(crate) finished: bool,
     pub(crate) retracted: bool,
 }
@@ -88,8 +90,8 @@ pub(crate) struct ClaimRecord {
     pub(crate) attempts_told: BTreeMap<Incarnation, u32>,
     pub(crate) pull: bool,
     pub(crate) filled: bool,
-    /// A source of an earlier incarnation was named.
-    pub(crate) stale: bool,
+    /// A source named was dead already.
+    pub(crate) stale_at_open: bool,
 }
 
 impl Record {

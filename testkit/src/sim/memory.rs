@@ -51,10 +51,22 @@ impl SimPool {
             .map(|length| Region::allocate(*length))
             .collect::<Result<Vec<_>>>()?;
         let bytes = |value| -> Vec<Vec<u32>> {
-            layout.region_lengths().iter().map(|length| vec![value; *length as usize]).collect()
+            layout
+                .region_lengths()
+                .iter()
+                .map(|length| vec![value; *length as usize])
+                .collect()
         };
-        let free = layout.cache_groups().iter().map(|group| (0..group.blocks).rev().collect()).collect();
-        let used = layout.cache_groups().iter().map(|group| vec![false; group.blocks as usize]).collect();
+        let free = layout
+            .cache_groups()
+            .iter()
+            .map(|group| (0..group.blocks).rev().collect())
+            .collect();
+        let used = layout
+            .cache_groups()
+            .iter()
+            .map(|group| vec![false; group.blocks as usize])
+            .collect();
         Ok(SimPool {
             id,
             owner: bytes(0),
@@ -119,13 +131,18 @@ impl SimPool {
         self.free[group].extend_from_slice(blocks);
     }
 
-    pub(crate) fn owned_bytes(&self) -> usize {
-        self.owner.iter().flatten().filter(|owner| **owner != 0).count()
+    /// Bytes that somebody owns, and one who does.
+    pub(crate) fn owned_bytes(&self) -> (usize, Serial) {
+        let owners = || self.owner.iter().flatten().copied().filter(|owner| *owner != 0);
+        (owners().count(), owners().next().unwrap_or(0))
     }
 }
 
 /// The bytes that descriptors name, in list order: region and offset.
-fn descriptor_runs(layout: &PoolLayout, descriptors: &[kvxfer_core::layout::BlockDescriptor]) -> Vec<(usize, u64, u64)> {
+fn descriptor_runs(
+    layout: &PoolLayout,
+    descriptors: &[kvxfer_core::layout::BlockDescriptor],
+) -> Vec<(usize, u64, u64)> {
     descriptors
         .iter()
         .map(|piece| {
@@ -168,7 +185,11 @@ impl World {
         if let Some(body) = self.nodes[node].body.as_ref() {
             let pool = &body.pools[pool];
             for segment in segments_of(stream, offset, length) {
-                let (region, start, count) = (segment.region as usize, segment.offset as usize, segment.length as usize);
+                let (region, start, count) = (
+                    segment.region as usize,
+                    segment.offset as usize,
+                    segment.length as usize,
+                );
                 let before = bytes.len();
                 bytes.resize(before + count, 0);
                 if let Err(error) = pool.regions[region].copy_out(segment.offset, &mut bytes[before..]) {
@@ -178,7 +199,10 @@ impl World {
                 stamps.extend_from_slice(&pool.stamp[region][start..start + count]);
                 for owner in &pool.owner[region][start..start + count] {
                     let record = &self.ledger[*owner as usize];
-                    if *owner == 0 || !record.is_source() || record.ended.is_some() || record.released {
+                    if *owner == 0
+                        || !record.is_source()
+                        || ((record.ended.is_some() || record.released) && !record.quarantined)
+                    {
                         trespass = Some(format!(
                             "node {node} reads bytes of region {region} at {start} for sending, which belong to {}",
                             self.describe(*owner)
@@ -204,12 +228,19 @@ impl World {
         stamps: &[Stamp],
     ) {
         let Some(pool) = self.pool_of(node, regions) else {
-            self.fail("5 only the granted", format!("node {node} writes to a pool it does not have"));
+            self.fail(
+                "5 only the granted",
+                format!("node {node} writes to a pool it does not have"),
+            );
             return;
         };
         let mut done = 0;
         for segment in segments_of(stream, offset, bytes.len() as u64) {
-            let (region, start, count) = (segment.region as usize, segment.offset as usize, segment.length as usize);
+            let (region, start, count) = (
+                segment.region as usize,
+                segment.offset as usize,
+                segment.length as usize,
+            );
             let trespass = self.trespass(node, pool, region, start, &stamps[done..done + count]);
             if let Some((promise, words)) = trespass {
                 self.fail(promise, words);
@@ -222,13 +253,19 @@ impl World {
             pool.stamp[region][start..start + count].copy_from_slice(&stamps[done..done + count]);
             let placed = pool.regions[region].copy_in(segment.offset, &bytes[done..done + count]);
             if let Err(error) = placed {
-                self.fail("5 only the granted", format!("node {node} writes outside a region: {error}"));
+                self.fail(
+                    "5 only the granted",
+                    format!("node {node} writes outside a region: {error}"),
+                );
                 return;
             }
             done += count;
         }
         if done != bytes.len() {
-            self.fail("plan", format!("a destination stream took {done} of {} bytes", bytes.len()));
+            self.fail(
+                "plan",
+                format!("a destination stream took {done} of {} bytes", bytes.len()),
+            );
         }
     }
 
@@ -251,11 +288,23 @@ impl World {
             let record = &self.ledger[*owner as usize];
             let place = || format!("node {node}, region {region}, byte {}", start + index);
             if *owner == 0 || record.is_source() {
-                let promise = if *owner == 0 { "2 no late write" } else { "5 only the granted" };
+                let promise = if *owner == 0 {
+                    "2 no late write"
+                } else {
+                    "5 only the granted"
+                };
                 return Some((
                     promise,
-                    format!("a byte of {} lands in {} of {}", self.describe_stamp(*stamp), place(), self.describe(*owner)),
+                    format!(
+                        "a byte of {} lands in {} of {}",
+                        self.describe_stamp(*stamp),
+                        place(),
+                        self.describe(*owner)
+                    ),
                 ));
+            }
+            if record.quarantined {
+                continue;
             }
             if record.ended.is_some() || record.arrived.is_some() {
                 return Some((
@@ -289,7 +338,10 @@ impl World {
         if source == 0 {
             return false;
         }
-        match (&self.ledger[destination as usize].what, &self.ledger[source as usize].what) {
+        match (
+            &self.ledger[destination as usize].what,
+            &self.ledger[source as usize].what,
+        ) {
             (What::Claim(claim), What::Offer(offer)) => {
                 claim.key == offer.key && claim.sources.contains(&offer.incarnation)
             }
@@ -310,7 +362,12 @@ impl World {
             (None, Some(at)) => format!("its process died at {:.6}", seconds(at)),
             (None, None) => "open".into(),
         };
-        format!("{} #{serial} of node {}.{} ({state})", record.kind(), record.node, record.life)
+        format!(
+            "{} #{serial} of node {}.{} ({state})",
+            record.kind(),
+            record.node,
+            record.life
+        )
     }
 
     fn describe_stamp(&self, stamp: Stamp) -> String {
@@ -332,6 +389,17 @@ impl World {
         }
     }
 
+    fn stamp(&mut self, serial: Serial, attempt: u32) -> Stamp {
+        let known = self
+            .stamps
+            .iter()
+            .rposition(|of| of.serial == serial && of.attempt == attempt);
+        known.unwrap_or_else(|| {
+            self.stamps.push(StampOf { serial, attempt });
+            self.stamps.len() - 1
+        }) as Stamp
+    }
+
     /// A source's application writes its bytes.
     pub(crate) fn write_source(&mut self, serial: Serial, tokens: std::ops::Range<u32>, layers: std::ops::Range<u16>) {
         let record = &self.ledger[serial as usize];
@@ -341,8 +409,7 @@ impl World {
         };
         let (node, pool, shape) = (record.node, record.pool, record.shape.clone());
         let content = self.content_of(serial, attempt);
-        let stamp = self.stamps.len() as Stamp;
-        self.stamps.push(StampOf { serial, attempt });
+        let stamp = self.stamp(serial, attempt);
         let Some(body) = self.nodes[node].body.as_mut() else {
             return;
         };
@@ -363,7 +430,9 @@ impl World {
             Shape::Descriptors(pieces) => {
                 let mut position = 0;
                 for (region, offset, length) in descriptor_runs(&layout, pieces) {
-                    let bytes: Vec<u8> = (0..length).map(|index| descriptor_byte(serial, position + index)).collect();
+                    let bytes: Vec<u8> = (0..length)
+                        .map(|index| descriptor_byte(serial, position + index))
+                        .collect();
                     position += length;
                     // As above.
                     let _ = pool.regions[region].copy_in(offset, &bytes);
@@ -393,10 +462,42 @@ impl World {
             }
             Shape::Descriptors(pieces) => wrong = self.wrong_descriptors(serial, pool, pieces),
         }
+        let came_from = self.sources_of(serial);
+        if wrong.is_none() && came_from.len() > 1 && !matches!(self.ledger[serial as usize].what, What::Claim(_)) {
+            wrong = Some((
+                "4 one verdict",
+                format!("its bytes came from {} transfers", came_from.len()),
+            ));
+        }
+        self.ledger[serial as usize].came_from = came_from;
         if let Some((promise, words)) = wrong {
             let who = self.describe(serial);
             self.fail(promise, format!("{who} has arrived, but {words}"));
         }
+    }
+
+    /// Whose bytes a destination holds.
+    fn sources_of(&self, serial: Serial) -> std::collections::BTreeSet<Serial> {
+        let record = &self.ledger[serial as usize];
+        let mut sources = std::collections::BTreeSet::new();
+        if let Some(body) = self.nodes[record.node].body.as_ref() {
+            let pool = &body.pools[record.pool];
+            for (group, blocks) in record.blocks.iter().enumerate() {
+                for block in blocks {
+                    for (region, offset, length) in pool.block_runs(group, *block) {
+                        for stamp in &pool.stamp[region][offset..offset + length] {
+                            sources.extend(
+                                self.stamps
+                                    .get(*stamp as usize)
+                                    .map(|of| of.serial)
+                                    .filter(|of| *of != 0),
+                            );
+                        }
+                    }
+                }
+            }
+        }
+        sources
     }
 
     fn wrong_run(
@@ -420,23 +521,36 @@ impl World {
         if let Some(other) = stamps.iter().find(|stamp| **stamp != stamps[0]) {
             return Some((
                 "1 placed",
-                format!("{} is half of {} and half of {}", place(), self.describe_stamp(stamps[0]), self.describe_stamp(*other)),
+                format!(
+                    "{} is half of {} and half of {}",
+                    place(),
+                    self.describe_stamp(stamps[0]),
+                    self.describe_stamp(*other)
+                ),
             ));
         }
         let Some(of) = self.stamps.get(stamps[0] as usize).copied().filter(|of| of.serial != 0) else {
             return Some(("1 placed", format!("nothing was placed at {}", place())));
         };
         if !self.accepts(serial, stamps[0]) {
-            return Some(("3 no false read", format!("{} holds bytes of {}", place(), self.describe_stamp(stamps[0]))));
+            return Some((
+                "3 no false read",
+                format!("{} holds bytes of {}", place(), self.describe_stamp(stamps[0])),
+            ));
         }
-        if let (What::Claim(claim), What::Offer(offer)) =
-            (&self.ledger[serial as usize].what, &self.ledger[of.serial as usize].what)
-            && let Some(told) = claim.attempts_told.get(&offer.incarnation)
+        if let (What::Claim(claim), What::Offer(offer)) = (
+            &self.ledger[serial as usize].what,
+            &self.ledger[of.serial as usize].what,
+        ) && let Some(told) = claim.attempts_told.get(&offer.incarnation)
             && of.attempt < *told
         {
             return Some((
                 "3 no false read",
-                format!("{} is of attempt {}, and attempt {told} was announced", place(), of.attempt),
+                format!(
+                    "{} is of attempt {}, and attempt {told} was announced",
+                    place(),
+                    of.attempt
+                ),
             ));
         }
         bytes.resize(length, 0);
@@ -445,7 +559,14 @@ impl World {
         }
         let content = self.content_of(of.serial, of.attempt);
         content.first_difference(&pool.layout, run, bytes).map(|at| {
-            ("1 placed", format!("byte {at} of {} is not what {} holds", place(), self.describe_stamp(stamps[0])))
+            (
+                "1 placed",
+                format!(
+                    "byte {at} of {} is not what {} holds",
+                    place(),
+                    self.describe_stamp(stamps[0])
+                ),
+            )
         })
     }
 
@@ -471,7 +592,10 @@ impl World {
                 let mut byte = [0];
                 let read = pool.regions[region].copy_out(at as u64, &mut byte);
                 if read.is_err() || byte[0] != descriptor_byte(of.serial, position + index) {
-                    return Some(("1 placed", format!("byte {} is not what its source holds", position + index)));
+                    return Some((
+                        "1 placed",
+                        format!("byte {} is not what its source holds", position + index),
+                    ));
                 }
             }
             position += length;
@@ -513,6 +637,21 @@ impl World {
         }
     }
 
+    /// Returns some blocks that a handle no longer has.
+    pub(crate) fn free_blocks(&mut self, serial: Serial, blocks: &[Vec<BlockId>]) {
+        let salt = self.rng.next_u64();
+        let record = &self.ledger[serial as usize];
+        let (node, pool, life) = (record.node, record.pool, record.life);
+        if self.nodes[node].life != life {
+            return;
+        }
+        if let Some(body) = self.nodes[node].body.as_mut() {
+            for (group, blocks) in blocks.iter().enumerate() {
+                body.pools[pool].take_back(group, blocks, salt);
+            }
+        }
+    }
+
     /// The blocks a selection of `tokens` needs, taken from the pool's allocator.
     pub(crate) fn allocate_selection(
         &mut self,
@@ -539,7 +678,11 @@ impl World {
                 (tokens.start, tokens.end, count as usize)
             })
             .collect();
-        if needs.iter().enumerate().any(|(group, need)| pool.free_blocks(group) < need.2) {
+        if needs
+            .iter()
+            .enumerate()
+            .any(|(group, need)| pool.free_blocks(group) < need.2)
+        {
             return None;
         }
         let mut selection = Selection::default();

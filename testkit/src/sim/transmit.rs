@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvxfer_core::flow::{
-    Applied, ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, Gate, OwnedGateGuard, Payload, Placement,
+    Applied, ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, Gate, OwnedGateGuard, Payload, Placement, SlotTable,
 };
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::transport::LinkEvent;
@@ -39,11 +39,16 @@ impl Item {
     pub(crate) fn is_ack(&self) -> bool {
         matches!(self, Item::Header(bytes) if matches!(LaneHeader::decode(bytes), Ok(LaneHeader::Ack(..))))
     }
+
+    /// Whether it carries bytes with such a stamp.
+    pub(crate) fn is_payload_of(&self, owned: &dyn Fn(&Stamp) -> bool) -> bool {
+        matches!(self, Item::Bytes(_, stamps) if stamps.first().is_some_and(owned))
+    }
 }
 
 /// A chunk being sent.
 pub(crate) struct Sending {
-    chunk: Chunk,
+    pub(crate) chunk: Chunk,
     sent: u32,
     checksum: u64,
 }
@@ -54,6 +59,15 @@ pub(crate) struct Receiving {
     to: To,
     done: u32,
     checksum: u64,
+}
+
+impl Receiving {
+    /// The lane is lost in the middle of it.
+    pub(crate) fn abandon(&self, slots: &SlotTable) {
+        if matches!(self.to, To::Memory { .. }) {
+            slots.abandon(&self.header);
+        }
+    }
 }
 
 enum To {
@@ -148,7 +162,7 @@ impl World {
         if chunk.header.checksummed {
             self.coverage.reach(Point::Checksummed);
         }
-        self.note_chunk(link, &chunk);
+        self.note_chunk(link, index, &chunk);
         self.put(lane, end, Item::Header(LaneHeader::Chunk(chunk.header).encode()));
         self.lanes[lane].ends[end].sending = Some(Sending {
             chunk,
@@ -189,7 +203,11 @@ impl World {
                 None => {
                     let stamp = self.stamp_of_transfer(lane, end);
                     self.coverage.reach(Point::ChunkInvalid);
-                    self.put(lane, end, Item::Bytes(vec![0; left as usize], vec![stamp; left as usize]));
+                    self.put(
+                        lane,
+                        end,
+                        Item::Bytes(vec![0; left as usize], vec![stamp; left as usize]),
+                    );
                     self.end_chunk(
                         lane,
                         end,
@@ -261,7 +279,10 @@ impl World {
         let delay = self.lane_delay(from, to, lane);
         if let Item::Bytes(bytes, stamps) = &mut item
             && self.rng.below(10_000) < self.profile.corrupt_permyriad
-            && self.lanes[lane].ends[end].sending.as_ref().is_some_and(|sending| sending.chunk.header.checksummed)
+            && self.lanes[lane].ends[end]
+                .sending
+                .as_ref()
+                .is_some_and(|sending| sending.chunk.header.checksummed)
         {
             let at = self.rng.below(bytes.len() as u64) as usize;
             bytes[at] ^= 0x40;
@@ -342,7 +363,10 @@ impl World {
     }
 
     fn receive_bytes(&mut self, lane: LaneIndex, end: usize, mut bytes: Vec<u8>, mut stamps: Vec<Stamp>) {
-        let split = self.rng.percent(40).then(|| 1 + self.rng.below(bytes.len() as u64) as usize);
+        let split = self
+            .rng
+            .percent(40)
+            .then(|| 1 + self.rng.below(bytes.len() as u64) as usize);
         let now = self.now;
         let Some(receiving) = self.lanes[lane].ends[end].receiving.as_mut() else {
             return;

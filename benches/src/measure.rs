@@ -1,0 +1,533 @@
+//! The initiator's part of `run` and `figures`: movers interleaved in the same run, between the same two processes and
+//! pools.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use kvxfer::{PullOptions, PushOptions};
+use kvxfer_core::{Error, ErrorKind, Result};
+use serde::de::DeserializeOwned;
+
+use crate::control::{Channel, Child};
+use crate::side::{Flow, Idle, Mover, RepEnd, Request, Selections, Setup, Side, Started, TRANSFER_MAX, stamps_in_time};
+use crate::statistics::{median, quantile};
+use crate::usage::{self, Quiet};
+use crate::work::Work;
+use crate::{raw, stamps, terminal};
+
+/// How long the target may take for an answer, checks of a whole pool included.
+const ANSWER_MAX: Duration = Duration::from_secs(180);
+/// Time for the first connection.
+const CONNECT_MAX: Duration = Duration::from_secs(10);
+/// Clean repetitions below which disturbed ones are used too.
+const CLEAN_MIN: usize = 5;
+/// Round trips per grant exchange of the ping-pong.
+pub(crate) const PINGS_PER_BATCH: usize = 128;
+
+/// The target: a child of ours or a `serve` elsewhere.
+pub(crate) enum Other {
+    /// On this machine.
+    Child(Child),
+    /// On another.
+    Remote(Channel),
+}
+
+impl Other {
+    fn ask<T: DeserializeOwned>(&mut self, request: &Request) -> Result<T> {
+        match self {
+            Other::Child(child) => child.ask(request, ANSWER_MAX),
+            Other::Remote(channel) => channel.ask(request, ANSWER_MAX),
+        }
+    }
+
+    fn answered<T: DeserializeOwned>(&mut self) -> Result<T> {
+        match self {
+            Other::Child(child) => child.answered(ANSWER_MAX),
+            Other::Remote(channel) => channel.answered(ANSWER_MAX),
+        }
+    }
+}
+
+/// How to measure.
+#[derive(Debug, Clone)]
+pub(crate) struct Plan {
+    /// Timed repetitions; the workload's own number if not given.
+    pub(crate) reps: Option<u32>,
+    /// Repetitions before those.
+    pub(crate) warm: Option<u32>,
+    /// Check stamps each repetition, and every byte at the end.
+    pub(crate) verify: bool,
+    /// How long to wait in all, per workload, for others to stop computing.
+    pub(crate) patience: Duration,
+    /// Show a progress bar.
+    pub(crate) progress: bool,
+}
+
+/// A connected pair of processes.
+pub(crate) struct Bench {
+    pub(crate) side: Side,
+    pub(crate) target: Started,
+    pub(crate) connect: Duration,
+    other: Other,
+    streams: Option<raw::Streams>,
+}
+
+/// One repetition.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Rep {
+    pub(crate) seconds: f64,
+    /// The submitting call alone.
+    pub(crate) post_seconds: f64,
+    pub(crate) cpu_initiator: f64,
+    pub(crate) cpu_target: f64,
+    pub(crate) disturbed: bool,
+    pub(crate) late: bool,
+    pub(crate) arrived: bool,
+}
+
+/// What a mover did in one workload.
+#[derive(Debug, Clone)]
+pub(crate) struct Measured {
+    pub(crate) mover: Mover,
+    pub(crate) reps: Vec<Rep>,
+    /// What checking every byte said; `None` if it was not asked for.
+    pub(crate) checked: Option<Result<(), Error>>,
+    /// Highest resident memory of initiator and target during its repetitions.
+    pub(crate) resident_peak: (u64, u64),
+    /// Round trips of the ping-pong, per round, in seconds.
+    pub(crate) rounds: Vec<Vec<f64>>,
+}
+
+impl Bench {
+    /// Starts the target as a child, or takes a connected one, and connects endpoints and baseline.
+    pub(crate) fn start(mut other: Other, setup: &Setup) -> Result<Bench> {
+        let target: Started = other.ask(&Request::Start(setup.clone()))?;
+        if target.version != env!("CARGO_PKG_VERSION") {
+            return Err(Error::new(ErrorKind::Unsupported, "the other side's kvxfer-bench")
+                .because(format!(
+                    "it is {}, this is {}",
+                    target.version,
+                    env!("CARGO_PKG_VERSION")
+                ))
+                .remedy("run the same version on both sides"));
+        }
+        let side = Side::start("initiator", setup)?;
+        let begun = Instant::now();
+        side.endpoint.connect(&target.address, CONNECT_MAX)?;
+        let connect = begun.elapsed();
+        let mut bench = Bench {
+            side,
+            target,
+            connect,
+            other,
+            streams: None,
+        };
+        if let Some(address) = bench.target.raw {
+            // The kernel completes connections before they are accepted, so one thread can do both ends in turn.
+            let streams = raw::Streams::connect(address, &bench.side.raw_pools()?)?;
+            bench.other.ask::<()>(&Request::AcceptRaw)?;
+            bench.streams = Some(streams);
+        }
+        Ok(bench)
+    }
+
+    /// A child process as the target.
+    pub(crate) fn with_child(setup: &Setup) -> Result<Bench> {
+        Bench::start(Other::Child(Child::start("target", &["peer", "target"])?), setup)
+    }
+
+    /// Measures movers in turn: A B A B ….
+    pub(crate) fn measure(&mut self, work: &Work, movers: &[Mover], plan: &Plan) -> Result<Vec<Measured>> {
+        let flows = flows(movers);
+        self.other.ask::<()>(&Request::Work {
+            work: work.clone(),
+            flows: flows.clone(),
+        })?;
+        self.side.take(work, &flows, true)?;
+        let mut measured: Vec<Measured> = movers.iter().map(|&mover| Measured::new(mover)).collect();
+        let (reps, warm) = (plan.reps.unwrap_or(work.reps), plan.warm.unwrap_or(work.warm));
+        let bar = plan
+            .progress
+            .then(|| terminal::progress(u64::from(reps + warm) * movers.len() as u64, &work.name));
+        let mut quiet = Quiet::new(plan.patience);
+        let mut last_epoch = HashMap::new();
+        let mut epoch = 0;
+        let mut rep = 0;
+        // Disturbed repetitions are made up for, within reason.
+        while rep < reps + warm
+            || (rep < 2 * reps + warm
+                && !quiet.exhausted()
+                && measured.iter().any(|m| m.clean() < CLEAN_MIN.min(reps as usize)))
+        {
+            for outcome in &mut measured {
+                epoch += 1;
+                let timed = rep >= warm;
+                if work.ping_pong {
+                    let round = self.ping_round(outcome.mover, timed.then_some(&mut quiet))?;
+                    if timed {
+                        outcome.rounds.push(round);
+                    }
+                } else {
+                    last_epoch.insert(outcome.mover.flow(), epoch);
+                    let done = self.repetition(outcome, epoch, timed.then_some(&mut quiet), plan.verify)?;
+                    if timed {
+                        outcome.reps.push(done);
+                    }
+                }
+                if let Some(bar) = &bar {
+                    bar.inc(1);
+                }
+            }
+            rep += 1;
+            if work.ping_pong && rep == reps + warm {
+                break;
+            }
+        }
+        if let Some(bar) = bar {
+            bar.finish_and_clear();
+        }
+        if plan.verify && !work.ping_pong {
+            self.check(&last_epoch, &mut measured)?;
+        }
+        Ok(measured)
+    }
+
+    /// Puts 20 MB behind 5 GB, or alone: seconds until the small hand-off's blocks are released.
+    pub(crate) fn hand_off(&mut self, key: &str, blocks: (u32, u32)) -> Result<HandOff<'_>> {
+        let source = self.side.endpoint.address();
+        self.other.ask::<()>(&Request::Claim {
+            key: key.into(),
+            blocks,
+            source,
+        })?;
+        Ok(HandOff {
+            bench: self,
+            key: key.into(),
+            blocks,
+        })
+    }
+
+    /// Waits for the target's claim.
+    pub(crate) fn claim_end(&mut self, key: &str) -> Result<u64> {
+        self.other.ask(&Request::ClaimEnd { key: key.into() })
+    }
+
+    /// Takes a workload without measuring: for hand-offs by hand.
+    pub(crate) fn take(&mut self, work: &Work) -> Result<()> {
+        self.other.ask::<()>(&Request::Work {
+            work: work.clone(),
+            flows: vec![Flow::Out],
+        })?;
+        self.side.take(work, &[Flow::Out], true)
+    }
+
+    /// What the two sides cost while idle with their session open: initiator, target.
+    pub(crate) fn idle(&mut self, seconds: f64) -> Result<(Idle, Idle)> {
+        let target = self.other.ask(&Request::Idle { seconds })?;
+        Ok((crate::side::idle(seconds)?, target))
+    }
+
+    /// The way taken, for people.
+    pub(crate) fn path(&self) -> String {
+        let explained = self.side.endpoint.explain(&self.target.address);
+        terminal::path_of(&explained).join("\n")
+    }
+
+    /// Ends both sides.
+    pub(crate) fn finish(self) -> Result<()> {
+        if let Some(streams) = &self.streams {
+            streams.stop()?;
+        }
+        self.side.endpoint.close(Duration::from_secs(2))
+    }
+
+    fn repetition(
+        &mut self,
+        outcome: &mut Measured,
+        epoch: u64,
+        quiet: Option<&mut Quiet>,
+        verify: bool,
+    ) -> Result<Rep> {
+        let mover = outcome.mover;
+        let selections = self.side.selections()?;
+        let work = &selections.work;
+        if mover.flow() == Flow::Out {
+            stamps::stamp(self.side.memory(Flow::Out)?, work, epoch);
+        }
+        let (ours, theirs) = match mover {
+            Mover::RawPut => (work.source_offsets(), work.destination_offsets()),
+            Mover::RawGet => (work.destination_offsets(), work.source_offsets()),
+            _ => (Vec::new(), Vec::new()),
+        };
+        let grant: Option<kvxfer::Grant> = self.other.ask(&Request::Prepare { mover, epoch })?;
+        if let Some(quiet) = quiet {
+            quiet.wait();
+        }
+        usage::reset_resident_peak();
+        self.other.ask::<()>(&Request::Mark)?;
+        let busy = usage::busy_seconds();
+        let (cpu, begun) = (usage::processor_time(), Instant::now());
+        let post = match (&grant, mover) {
+            (Some(grant), Mover::Push) => self.push(&selections, grant)?,
+            (Some(grant), Mover::Pull) => self.pull(&selections, grant)?,
+            _ => {
+                let streams = self.streams.as_ref().ok_or_else(no_baseline)?;
+                match mover {
+                    Mover::RawPut => streams.put(&ours, &theirs, work.shape.block_bytes)?,
+                    _ => streams.get(&ours, &theirs, work.shape.block_bytes)?,
+                }
+                Duration::ZERO
+            }
+        };
+        let window = begun.elapsed();
+        let cpu = usage::processor_time() - cpu;
+        let end: RepEnd = self.other.ask(&Request::End { mover, epoch })?;
+        let peak = usage::resident_peak_bytes()?;
+        outcome.resident_peak.0 = outcome.resident_peak.0.max(peak);
+        outcome.resident_peak.1 = outcome.resident_peak.1.max(end.resident_peak);
+        let busy = usage::busy_seconds() - busy;
+        let (mut arrived, mut late) = (end.arrived, end.late);
+        if mover.flow() == Flow::In && verify {
+            (arrived, late) = stamps_in_time(self.side.memory(Flow::In)?, work, epoch);
+        }
+        Ok(Rep {
+            seconds: window.as_secs_f64(),
+            post_seconds: post.as_secs_f64(),
+            cpu_initiator: cpu.as_secs_f64(),
+            cpu_target: end.cpu_seconds,
+            disturbed: usage::disturbed(busy, cpu + Duration::from_secs_f64(end.cpu_seconds), window),
+            late,
+            arrived,
+        })
+    }
+
+    fn push(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Duration> {
+        // The caller's own list, which it gives away.
+        let source = selections.source.clone();
+        let pool = self.side.pool(Flow::Out)?;
+        let begun = Instant::now();
+        let transfer = self.side.endpoint.push(pool, source, grant, PushOptions::default())?;
+        let post = begun.elapsed();
+        transfer.done().wait(TRANSFER_MAX)?;
+        Ok(post)
+    }
+
+    fn pull(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Duration> {
+        let destination = selections.destination.clone();
+        let pool = self.side.pool(Flow::In)?;
+        let begun = Instant::now();
+        let transfer = self
+            .side
+            .endpoint
+            .pull(grant, pool, destination, PullOptions::default())?;
+        let post = begun.elapsed();
+        transfer.done().wait(TRANSFER_MAX)?;
+        Ok(post)
+    }
+
+    /// One round of round trips, seconds each.
+    fn ping_round(&mut self, mover: Mover, quiet: Option<&mut Quiet>) -> Result<Vec<f64>> {
+        if let Some(quiet) = quiet {
+            quiet.wait();
+        }
+        let selections = self.side.selections()?;
+        if !mover.is_kvxfer() {
+            let work = &selections.work;
+            let at = |block: u32| work.shape.offset(0, block);
+            let streams = self.streams.as_ref().ok_or_else(no_baseline)?;
+            // The pong comes from the target's last block into our source block, whose mark then changes.
+            let times = streams.ping(
+                at(work.source[0]),
+                at(work.destination[0]),
+                work.shape.block_bytes,
+                PINGS_PER_BATCH as u32,
+            )?;
+            return Ok(times.into_iter().map(|time| time.as_secs_f64()).collect());
+        }
+        let handles = self.side.ping_grants(PINGS_PER_BATCH)?;
+        let ours = handles.iter().map(|handle| handle.grant().clone()).collect();
+        let theirs: Vec<kvxfer::Grant> = self.other.ask(&Request::PingGrants { theirs: ours })?;
+        self.other.ask::<()>(&Request::Pong)?;
+        let mut transfers = Vec::with_capacity(handles.len());
+        let mut times = Vec::with_capacity(handles.len());
+        for (index, (handle, grant)) in handles.iter().zip(&theirs).enumerate() {
+            let number = index as u64;
+            let begun = Instant::now();
+            transfers.push(self.side.push_ping(&selections, index, number, grant)?);
+            let answer = self.side.await_ping(&selections, index, handle)?;
+            times.push(begun.elapsed().as_secs_f64());
+            if answer != number + raw::PONG_MARK {
+                return Err(Error::new(
+                    ErrorKind::Corrupt,
+                    format!("ping {number} was answered as {answer}"),
+                ));
+            }
+        }
+        for transfer in &transfers {
+            transfer.done().wait(TRANSFER_MAX)?;
+        }
+        self.other.answered::<()>()?;
+        Ok(times)
+    }
+
+    /// Checks every byte of each way's receiving pool, once, and notes it at all movers of that way.
+    fn check(&mut self, last_epoch: &HashMap<Flow, u64>, measured: &mut [Measured]) -> Result<()> {
+        for (&flow, &epoch) in last_epoch {
+            let checked = match flow {
+                Flow::Out => self.other.ask(&Request::CheckEverything { epoch }),
+                Flow::In => self.side.check_everything(flow, epoch),
+            };
+            if let Err(error) = &checked
+                && error.kind() != ErrorKind::Corrupt
+            {
+                return Err(error.clone());
+            }
+            for outcome in measured.iter_mut().filter(|outcome| outcome.mover.flow() == flow) {
+                outcome.checked = Some(checked.clone());
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A hand-off that the target has claimed and that was not offered yet.
+pub(crate) struct HandOff<'a> {
+    bench: &'a mut Bench,
+    key: String,
+    blocks: (u32, u32),
+}
+
+impl HandOff<'_> {
+    /// Offers it; the offer ends `Released` once the target has it.
+    pub(crate) fn offer(self) -> Result<kvxfer::Offer> {
+        let pool = self.bench.side.pool(Flow::Out)?;
+        let offer = self
+            .bench
+            .side
+            .endpoint
+            .offer(&self.key, pool, kvxfer::OfferOptions::default())?;
+        let blocks: Vec<u32> = (self.blocks.0..self.blocks.0 + self.blocks.1).collect();
+        let selection = crate::work::selection(pool.layout(), &blocks);
+        let tokens = selection.groups.iter().map(|group| group.token_end).max().unwrap_or(0);
+        offer.append(selection)?;
+        offer.finish(tokens)?;
+        Ok(offer)
+    }
+}
+
+impl Measured {
+    fn new(mover: Mover) -> Self {
+        Measured {
+            mover,
+            reps: Vec::new(),
+            checked: None,
+            resident_peak: (0, 0),
+            rounds: Vec::new(),
+        }
+    }
+
+    fn clean(&self) -> usize {
+        if self.reps.is_empty() && !self.rounds.is_empty() {
+            return CLEAN_MIN;
+        }
+        self.reps.iter().filter(|rep| !rep.disturbed).count()
+    }
+
+    /// The repetitions that count: the clean ones if there are enough.
+    pub(crate) fn counted(&self) -> Vec<Rep> {
+        let clean: Vec<Rep> = self.reps.iter().copied().filter(|rep| !rep.disturbed).collect();
+        if clean.len() >= CLEAN_MIN {
+            clean
+        } else {
+            self.reps.clone()
+        }
+    }
+
+    /// Median seconds of a repetition (of a round trip for the ping-pong).
+    pub(crate) fn seconds(&self) -> f64 {
+        if self.rounds.is_empty() {
+            median(&self.counted().iter().map(|rep| rep.seconds).collect::<Vec<_>>())
+        } else {
+            median(&self.rounds.iter().map(|round| median(round)).collect::<Vec<_>>())
+        }
+    }
+
+    /// The 99th percentile: of round trips the median of the rounds', of repetitions the slowest.
+    pub(crate) fn slow_seconds(&self) -> f64 {
+        if self.rounds.is_empty() {
+            quantile(&self.counted().iter().map(|rep| rep.seconds).collect::<Vec<_>>(), 1.0)
+        } else {
+            median(
+                &self
+                    .rounds
+                    .iter()
+                    .map(|round| quantile(round, 0.99))
+                    .collect::<Vec<_>>(),
+            )
+        }
+    }
+
+    /// Median microseconds of the submitting call.
+    pub(crate) fn post_us(&self) -> f64 {
+        1e6 * median(&self.counted().iter().map(|rep| rep.post_seconds).collect::<Vec<_>>())
+    }
+
+    /// Processor seconds per GB: initiator, target.
+    pub(crate) fn cpu_per_gb(&self, bytes: u64) -> (f64, f64) {
+        let reps = self.counted();
+        let gigabytes = bytes as f64 * reps.len() as f64 / 1e9;
+        let sum = |of: fn(&Rep) -> f64| reps.iter().map(of).sum::<f64>() / gigabytes;
+        (sum(|rep| rep.cpu_initiator), sum(|rep| rep.cpu_target))
+    }
+
+    /// Whether all bytes were right, and right in time, wherever that was checked.
+    pub(crate) fn verified(&self) -> bool {
+        self.reps.iter().all(|rep| rep.arrived && !rep.late) && !matches!(self.checked, Some(Err(_)))
+    }
+
+    /// Speed relative to another mover's: the ratio of the medians, and the quartiles of the ratios of neighbours.
+    pub(crate) fn speed_over(&self, other: &Measured) -> (f64, [f64; 2]) {
+        let pairs: Vec<f64> = if self.rounds.is_empty() {
+            self.reps
+                .iter()
+                .zip(&other.reps)
+                .map(|(a, b)| b.seconds / a.seconds)
+                .collect()
+        } else {
+            let rounds = self.rounds.iter().zip(&other.rounds);
+            rounds.map(|(a, b)| median(b) / median(a)).collect()
+        };
+        (
+            other.seconds() / self.seconds(),
+            [quantile(&pairs, 0.25), quantile(&pairs, 0.75)],
+        )
+    }
+}
+
+fn no_baseline() -> Error {
+    Error::new(ErrorKind::Internal, "the baseline was not set up")
+}
+
+/// The setup of a benchmark on this machine.
+pub(crate) fn local(pool_bytes: u64, transport: &str, movers: &[Mover]) -> Setup {
+    Setup {
+        pool_bytes,
+        window_bytes: None,
+        flows: flows(movers),
+        transport: transport.to_owned(),
+        listen: std::net::Ipv4Addr::LOCALHOST.into(),
+        insecure: false,
+        raw: movers.iter().any(|mover| !mover.is_kvxfer()),
+    }
+}
+
+/// The ways that movers use, each once.
+fn flows(movers: &[Mover]) -> Vec<Flow> {
+    let mut flows = Vec::new();
+    for flow in movers.iter().map(|mover| mover.flow()) {
+        if !flows.contains(&flow) {
+            flows.push(flow);
+        }
+    }
+    flows
+}

@@ -1,0 +1,870 @@
+//! Endpoints joined in memory: real machines, slot tables and link senders; a network that delivers in order after a
+//! fixed delay, until a test cuts, blocks or holds it.
+#![allow(dead_code)] // Each test binary uses its own part of it.
+
+use std::collections::{BTreeMap, BTreeSet, BinaryHeap};
+use std::net::SocketAddr;
+use std::sync::Arc;
+use std::time::Duration;
+
+use kvxfer_core::flow::{
+    Chunk, ChunkHeader, ChunkName, ChunkState, LaneName, LinkSender, LinkSenderConfig, Payload, Placement, SlotTable,
+};
+use kvxfer_core::layout::{DType, Geometry, PlaneKind, PlaneSpec, PoolLayout, Selection, Sharding};
+use kvxfer_core::machine::*;
+use kvxfer_core::memory::Region;
+use kvxfer_core::plan::{Scope, Target};
+use kvxfer_core::transport::LinkEvent;
+use kvxfer_core::wire::{EndpointAddress, Frame, body_length, decode, encode};
+use kvxfer_core::{Error, ErrorKind, Incarnation, PoolId, Result, Time};
+
+pub(crate) const POOL: PoolId = PoolId(1);
+pub(crate) const BLOCK: u64 = 64;
+pub(crate) const TOKENS_PER_BLOCK: u32 = 4;
+const HOP: Duration = Duration::from_micros(100);
+
+pub(crate) struct World {
+    pub(crate) now: Time,
+    pub(crate) nodes: Vec<Node>,
+    events: BinaryHeap<Queued>,
+    sequence: u64,
+    // Ends of session connections.
+    ends: BTreeMap<(usize, ConnectionId), (usize, ConnectionId)>,
+    accepted: u64,
+    lanes: BTreeMap<(usize, usize), u32>,
+    /// Pairs between which nothing new goes through.
+    pub(crate) blocked: BTreeSet<(usize, usize)>,
+    /// Chunks to these nodes are kept back.
+    pub(crate) held: BTreeSet<usize>,
+    /// Nodes whose links never close.
+    pub(crate) stuck: BTreeSet<usize>,
+    /// Session frames are dropped from these nodes (while their connection stays up).
+    pub(crate) mute: BTreeSet<usize>,
+    /// Frames delivered twice.
+    pub(crate) echo: bool,
+    kept: Vec<Event>,
+    pub(crate) trace: bool,
+}
+
+pub(crate) struct Node {
+    pub(crate) machine: Machine,
+    pub(crate) alive: bool,
+    pub(crate) incarnation: Incarnation,
+    pub(crate) socket: SocketAddr,
+    pub(crate) slots: Arc<SlotTable>,
+    pub(crate) region: Arc<Region>,
+    pub(crate) layout: Arc<PoolLayout>,
+    links: BTreeMap<Incarnation, LinkSender>,
+    pub(crate) ended: Vec<(HandleId, Result<Outcome>)>,
+    pub(crate) notices: Vec<(HandleId, Notice)>,
+    pub(crate) changes: Vec<(Incarnation, PeerChange)>,
+}
+
+struct Queued {
+    at: Time,
+    sequence: u64,
+    event: Event,
+}
+
+impl PartialEq for Queued {
+    fn eq(&self, other: &Self) -> bool {
+        self.sequence == other.sequence
+    }
+}
+impl Eq for Queued {}
+impl PartialOrd for Queued {
+    fn partial_cmp(&self, other: &Self) -> Option<std::cmp::Ordering> {
+        Some(self.cmp(other))
+    }
+}
+impl Ord for Queued {
+    fn cmp(&self, other: &Self) -> std::cmp::Ordering {
+        (other.at, other.sequence).cmp(&(self.at, self.sequence))
+    }
+}
+
+enum Event {
+    Dial {
+        from: usize,
+        connection: ConnectionId,
+        to: SocketAddr,
+    },
+    Dialed {
+        node: usize,
+        connection: ConnectionId,
+    },
+    Frame {
+        node: usize,
+        connection: ConnectionId,
+        bytes: Vec<u8>,
+    },
+    Gone {
+        node: usize,
+        connection: ConnectionId,
+    },
+    LinkEvent {
+        node: usize,
+        peer: Incarnation,
+        event: LinkEvent,
+    },
+    Chunk {
+        from: usize,
+        to: usize,
+        lane: LaneName,
+        header: ChunkHeader,
+        bytes: Option<Vec<u8>>,
+    },
+    Ack {
+        to: usize,
+        from: usize,
+        lane: LaneName,
+        chunk: ChunkName,
+        state: ChunkState,
+    },
+}
+
+/// A pool of these layers, with `blocks` blocks of [`TOKENS_PER_BLOCK`] tokens and [`BLOCK`] bytes.
+pub(crate) fn layout(layers: std::ops::Range<u32>, blocks: u32) -> PoolLayout {
+    let mut builder = PoolLayout::builder();
+    let width = BLOCK as u32 / TOKENS_PER_BLOCK;
+    let geometry = Geometry::latent(DType::U8, TOKENS_PER_BLOCK, width, Sharding::NONE);
+    let group = builder.group("all", geometry, blocks);
+    for layer in layers {
+        builder.plane(PlaneSpec::new(group, layer.to_string(), PlaneKind::Latent));
+    }
+    builder.build().unwrap()
+}
+
+pub(crate) fn blocks(blocks: impl IntoIterator<Item = u32>) -> Selection {
+    Selection::whole_blocks(TOKENS_PER_BLOCK, blocks.into_iter().collect())
+}
+
+pub(crate) fn target(selection: Selection) -> Target {
+    Target::Selection {
+        selection,
+        scope: Scope::EVERYTHING,
+    }
+}
+
+impl World {
+    pub(crate) fn new(count: usize) -> World {
+        World::with(count, |_| {}, |_| layout(0..2, 16))
+    }
+
+    pub(crate) fn with(
+        count: usize,
+        configure: impl Fn(&mut MachineConfig),
+        layout: impl Fn(usize) -> PoolLayout,
+    ) -> World {
+        let mut world = World {
+            now: Time::from_nanos(1_000_000_000),
+            nodes: Vec::new(),
+            events: BinaryHeap::new(),
+            sequence: 0,
+            ends: BTreeMap::new(),
+            accepted: 0,
+            lanes: BTreeMap::new(),
+            blocked: BTreeSet::new(),
+            held: BTreeSet::new(),
+            stuck: BTreeSet::new(),
+            mute: BTreeSet::new(),
+            echo: false,
+            kept: Vec::new(),
+            trace: std::env::var_os("TRACE").is_some(),
+        };
+        for index in 0..count {
+            let mut config = MachineConfig {
+                name: format!("node-{index}"),
+                ..MachineConfig::default()
+            };
+            configure(&mut config);
+            let bits = 1 + index as u128;
+            let node = Node::new(index, bits << 100, config, layout(index), world.now);
+            world.nodes.push(node);
+        }
+        world
+    }
+
+    pub(crate) fn address(&self, node: usize) -> EndpointAddress {
+        EndpointAddress {
+            sockets: vec![self.nodes[node].socket],
+            incarnation: Some(self.nodes[node].incarnation),
+            rank: Default::default(),
+        }
+    }
+
+    /// Kills a node: its connections and lanes break, and nothing answers at its address.
+    pub(crate) fn kill(&mut self, node: usize) {
+        self.nodes[node].alive = false;
+        self.nodes[node].links.clear();
+        self.break_connections(|end| end == node);
+        for other in 0..self.nodes.len() {
+            self.lose_lane(other, node);
+        }
+    }
+
+    /// Starts another incarnation at a killed node's address.
+    pub(crate) fn restart(&mut self, node: usize) {
+        let bits = self.nodes[node].incarnation.bits() + 1;
+        let layout = PoolLayout::clone(&self.nodes[node].layout);
+        let config = MachineConfig {
+            name: format!("node-{node}"),
+            ..MachineConfig::default()
+        };
+        self.nodes[node] = Node::new(node, bits, config, layout, self.now);
+    }
+
+    /// Breaks the session connections between two nodes; frames under way are lost.
+    pub(crate) fn cut(&mut self, a: usize, b: usize) {
+        let ends: Vec<(usize, ConnectionId)> = self
+            .ends
+            .iter()
+            .filter(|((from, _), (to, _))| (*from, *to) == (a, b) || (*from, *to) == (b, a))
+            .map(|(end, _)| *end)
+            .collect();
+        for end in ends {
+            self.break_end(end);
+        }
+    }
+
+    pub(crate) fn block(&mut self, a: usize, b: usize) {
+        self.blocked.insert((a, b));
+        self.blocked.insert((b, a));
+        self.cut(a, b);
+    }
+
+    pub(crate) fn unblock(&mut self) {
+        self.blocked.clear();
+    }
+
+    fn break_connections(&mut self, touches: impl Fn(usize) -> bool) {
+        let ends: Vec<(usize, ConnectionId)> = self
+            .ends
+            .iter()
+            .filter(|((from, _), (to, _))| touches(*from) || touches(*to))
+            .map(|(end, _)| *end)
+            .collect();
+        for end in ends {
+            self.break_end(end);
+        }
+    }
+
+    fn break_end(&mut self, end: (usize, ConnectionId)) {
+        if self.ends.remove(&end).is_some() {
+            let (node, connection) = end;
+            self.push(self.now, Event::Gone { node, connection });
+        }
+    }
+
+    /// The lane from `node` to `other` is lost; what is under way on it never counts.
+    pub(crate) fn lose_lane(&mut self, node: usize, other: usize) {
+        let peer = self.nodes[other].incarnation;
+        let lane = self.lane(node, other);
+        if let Some(sender) = self.nodes[node].links.get_mut(&peer) {
+            let chunks = sender.lane_lost(lane);
+            let error = Error::new(ErrorKind::Transport, "lane");
+            let event = LinkEvent::LaneLost { lane, chunks, error };
+            self.push(self.now, Event::LinkEvent { node, peer, event });
+            *self.lanes.get_mut(&(node, other)).unwrap() += 1;
+            let up = self.lane(node, other);
+            if self.nodes[other].links.contains_key(&self.nodes[node].incarnation) {
+                self.nodes[node].links.get_mut(&peer).unwrap().lane_up(up);
+            }
+        }
+    }
+
+    fn lane(&mut self, from: usize, to: usize) -> LaneName {
+        let epoch = *self.lanes.entry((from, to)).or_insert(1);
+        LaneName { index: 0, epoch }
+    }
+
+    fn push(&mut self, at: Time, event: Event) {
+        self.sequence += 1;
+        self.events.push(Queued {
+            at,
+            sequence: self.sequence,
+            event,
+        });
+    }
+
+    fn node_at(&self, socket: SocketAddr) -> Option<usize> {
+        self.nodes.iter().position(|node| node.socket == socket && node.alive)
+    }
+
+    fn node_of(&self, incarnation: Incarnation) -> Option<usize> {
+        self.nodes
+            .iter()
+            .position(|node| node.incarnation == incarnation && node.alive)
+    }
+
+    /// Runs for so long.
+    pub(crate) fn run(&mut self, duration: Duration) {
+        let until = self.now + duration;
+        for _ in 0..2_000_000 {
+            self.act();
+            let timers = self.nodes.iter().filter(|node| node.alive);
+            let timer = timers.filter_map(|node| node.machine.next_timer()).min();
+            let event = self.events.peek().map(|queued| queued.at);
+            let next = match (timer, event) {
+                (Some(a), Some(b)) => a.min(b),
+                (Some(a), None) | (None, Some(a)) => a,
+                (None, None) => break,
+            };
+            if next > until {
+                break;
+            }
+            self.now = self.now.max(next);
+            if event.is_some_and(|event| event <= self.now) {
+                let queued = self.events.pop().unwrap();
+                self.deliver(queued.event);
+            } else {
+                let now = self.now;
+                for node in self.nodes.iter_mut().filter(|node| node.alive) {
+                    if node.machine.next_timer().is_some_and(|at| at <= now) {
+                        node.machine.timer(now);
+                    }
+                }
+            }
+        }
+        self.act();
+        self.now = self.now.max(until);
+    }
+
+    pub(crate) fn run_ms(&mut self, ms: u64) {
+        self.run(Duration::from_millis(ms));
+    }
+
+    /// Lets chunks through again.
+    pub(crate) fn release(&mut self, node: usize) {
+        self.held.remove(&node);
+        for event in std::mem::take(&mut self.kept) {
+            self.push(self.now, event);
+        }
+    }
+
+    /// Carries out what the machines want, and moves what the links have.
+    fn act(&mut self) {
+        for index in 0..self.nodes.len() {
+            while self.nodes[index].alive {
+                let Some(action) = self.nodes[index].machine.poll_action() else {
+                    break;
+                };
+                self.carry_out(index, action);
+            }
+            self.pump(index);
+        }
+    }
+
+    fn carry_out(&mut self, index: usize, action: Action) {
+        let soon = self.now + HOP;
+        match action {
+            Action::Dial {
+                connection, addresses, ..
+            } => self.push(
+                soon,
+                Event::Dial {
+                    from: index,
+                    connection,
+                    to: addresses[0],
+                },
+            ),
+            Action::Send { connection, frame } => {
+                if self.trace {
+                    eprintln!("{:?} {index} {frame:?}", self.now.as_nanos() / 1000);
+                }
+                let Some(&(node, other)) = self.ends.get(&(index, connection)) else {
+                    return;
+                };
+                if self.mute.contains(&index) {
+                    return;
+                }
+                let bytes = encode(&frame).unwrap();
+                let repeat = self.echo && matches!(frame, Frame::Message { .. });
+                for _ in 0..1 + usize::from(repeat) {
+                    let bytes = bytes.clone();
+                    self.push(
+                        soon,
+                        Event::Frame {
+                            node,
+                            connection: other,
+                            bytes,
+                        },
+                    );
+                }
+            }
+            Action::Disconnect { connection } => {
+                // The other end still gets what was sent before.
+                if let Some(other) = self.ends.remove(&(index, connection)) {
+                    let (node, connection) = other;
+                    self.push(soon, Event::Gone { node, connection });
+                }
+            }
+            Action::ConnectLink { peer, .. } => {
+                self.nodes[index]
+                    .links
+                    .insert(peer.incarnation, LinkSender::new(LinkSenderConfig::default()));
+                let local = self.nodes[index].incarnation;
+                let Some(other) = self.node_of(peer.incarnation) else {
+                    return;
+                };
+                if self.nodes[other].links.contains_key(&local) {
+                    for (from, to) in [(index, other), (other, index)] {
+                        let lane = self.lane(from, to);
+                        let peer = self.nodes[to].incarnation;
+                        if let Some(sender) = self.nodes[from].links.get_mut(&peer) {
+                            sender.lane_up(lane);
+                        }
+                        let event = LinkEvent::Up;
+                        self.push(
+                            soon,
+                            Event::LinkEvent {
+                                node: from,
+                                peer,
+                                event,
+                            },
+                        );
+                    }
+                }
+            }
+            Action::CloseLink { peer } => {
+                self.nodes[index].links.remove(&peer);
+                if self.stuck.contains(&index) {
+                    return;
+                }
+                let event = LinkEvent::Closed;
+                self.push(
+                    soon,
+                    Event::LinkEvent {
+                        node: index,
+                        peer,
+                        event,
+                    },
+                );
+                if let Some(other) = self.node_of(peer) {
+                    for pair in [(index, other), (other, index)] {
+                        *self.lanes.entry(pair).or_insert(1) += 1;
+                    }
+                    self.lose_lane(other, index);
+                }
+            }
+            Action::Link { peer, command } => self.command(index, peer, command),
+            Action::Complete { handle, result } => {
+                if self.trace {
+                    eprintln!("{:?} {index} {handle:?} ends: {result:?}", self.now.as_nanos() / 1000);
+                }
+                self.nodes[index].ended.push((handle, result));
+            }
+            Action::Notice { handle, notice } => self.nodes[index].notices.push((handle, notice)),
+            Action::Peer { peer, change } => {
+                if self.trace {
+                    eprintln!("{:?} {index} {peer:?}: {change:?}", self.now.as_nanos() / 1000);
+                }
+                self.nodes[index].changes.push((peer, change));
+            }
+        }
+    }
+
+    fn command(&mut self, index: usize, peer: Incarnation, command: LinkCommand) {
+        let now = self.now;
+        let Some(sender) = self.nodes[index].links.get_mut(&peer) else {
+            return;
+        };
+        match command {
+            LinkCommand::Submit(spec) => {
+                let id = spec.id;
+                if let Err(error) = sender.submit(spec) {
+                    self.nodes[index].machine.submit_failed(now, peer, id, error);
+                }
+            }
+            LinkCommand::AddPart(id, part) => sender.add_part(id, part),
+            LinkCommand::Stop(id) => sender.stop(id),
+            LinkCommand::Forget(id) => sender.forget(id),
+            LinkCommand::LaneFenced(lane, chunks) => sender.lane_fenced(lane, &chunks, now),
+            LinkCommand::FenceLane(lane, chunks) => {
+                // In-flight chunks carry their lane's epoch: those of an older one are dropped on delivery.
+                let states = self.nodes[index].slots.chunk_states(peer, &chunks);
+                let chunks = chunks.into_iter().zip(states).collect();
+                let event = LinkEvent::LaneFenced { lane, chunks };
+                self.push(
+                    now,
+                    Event::LinkEvent {
+                        node: index,
+                        peer,
+                        event,
+                    },
+                );
+            }
+        }
+    }
+
+    fn pump(&mut self, index: usize) {
+        let peers: Vec<Incarnation> = self.nodes[index].links.keys().copied().collect();
+        for peer in peers {
+            let Some(other) = self.node_of(peer) else { continue };
+            let lane = self.lane(index, other);
+            loop {
+                let now = self.now;
+                let Some(sender) = self.nodes[index].links.get_mut(&peer) else {
+                    break;
+                };
+                while let Some(event) = sender.poll_event() {
+                    let event = LinkEvent::Send(event);
+                    self.sequence += 1;
+                    self.events.push(Queued {
+                        at: now,
+                        sequence: self.sequence,
+                        event: Event::LinkEvent {
+                            node: index,
+                            peer,
+                            event,
+                        },
+                    });
+                }
+                let Some(chunk) = sender.next_chunk(0, now) else { break };
+                let (header, bytes) = read(chunk);
+                self.push(
+                    now + HOP,
+                    Event::Chunk {
+                        from: index,
+                        to: other,
+                        lane,
+                        header,
+                        bytes,
+                    },
+                );
+            }
+        }
+    }
+
+    fn deliver(&mut self, event: Event) {
+        let now = self.now;
+        match event {
+            Event::Dial { from, connection, to } => {
+                let target = self.node_at(to).filter(|to| !self.blocked.contains(&(from, *to)));
+                let Some(node) = target else {
+                    let error = Error::new(ErrorKind::Transport, "connect").because("refused");
+                    self.nodes[from].machine.dial_failed(now, connection, error);
+                    return;
+                };
+                self.accepted += 1;
+                let other = ConnectionId(self.accepted);
+                self.ends.insert((from, connection), (node, other));
+                self.ends.insert((node, other), (from, connection));
+                let socket = self.nodes[from].socket;
+                self.nodes[node].machine.accepted(now, other, socket);
+                self.push(now + HOP, Event::Dialed { node: from, connection });
+            }
+            Event::Dialed { node, connection } => {
+                if self.ends.contains_key(&(node, connection)) && self.nodes[node].alive {
+                    self.nodes[node].machine.dialed(now, connection);
+                }
+            }
+            Event::Frame {
+                node,
+                connection,
+                bytes,
+            } => {
+                if self.ends.contains_key(&(node, connection)) && self.nodes[node].alive {
+                    let (header, body) = bytes.split_first_chunk().unwrap();
+                    assert_eq!(body_length(header).unwrap(), body.len());
+                    let frame = decode(header, body).unwrap();
+                    self.nodes[node].machine.frame(now, connection, frame);
+                }
+            }
+            Event::Gone { node, connection } => {
+                self.ends.remove(&(node, connection));
+                if self.nodes[node].alive {
+                    let error = Error::new(ErrorKind::Transport, "connection").because("it broke");
+                    self.nodes[node].machine.disconnected(now, connection, error);
+                }
+            }
+            Event::LinkEvent { node, peer, event } => {
+                if self.nodes[node].alive {
+                    self.nodes[node].machine.link_event(now, peer, event);
+                }
+            }
+            Event::Chunk {
+                from,
+                to,
+                lane,
+                header,
+                bytes,
+            } => {
+                if self.held.contains(&to) {
+                    self.kept.push(Event::Chunk {
+                        from,
+                        to,
+                        lane,
+                        header,
+                        bytes,
+                    });
+                    return;
+                }
+                let peer = self.nodes[from].incarnation;
+                let linked = self.nodes[to].links.contains_key(&peer);
+                if self.lane(from, to) != lane || !linked || !self.nodes[to].alive {
+                    return;
+                }
+                let (state, arrived) = self.nodes[to].place(peer, &header, bytes);
+                if arrived {
+                    let event = LinkEvent::SlotArrived {
+                        slot: header.slot,
+                        generation: header.generation,
+                    };
+                    self.push(now, Event::LinkEvent { node: to, peer, event });
+                }
+                let chunk = header.name();
+                self.push(
+                    now + HOP,
+                    Event::Ack {
+                        to: from,
+                        from: to,
+                        lane,
+                        chunk,
+                        state,
+                    },
+                );
+            }
+            Event::Ack {
+                to,
+                from,
+                lane,
+                chunk,
+                state,
+            } => {
+                let peer = self.nodes[from].incarnation;
+                if let Some(sender) = self.nodes[to].links.get_mut(&peer) {
+                    sender.acknowledged(lane, chunk, state, now);
+                }
+            }
+        }
+    }
+
+    // --------------------------------------------------------------------------------------- conveniences
+
+    pub(crate) fn ended(&self, node: usize, handle: HandleId) -> Option<&Result<Outcome>> {
+        let mut ends = self.nodes[node].ended.iter().filter(|(ended, _)| *ended == handle);
+        let end = ends.next().map(|(_, result)| result);
+        assert!(ends.next().is_none(), "handle {handle:?} of node {node} ended twice");
+        end
+    }
+
+    pub(crate) fn error(&self, node: usize, handle: HandleId) -> ErrorKind {
+        match self.ended(node, handle) {
+            Some(Err(error)) => error.kind(),
+            other => panic!("handle {handle:?} of node {node}: {other:?}"),
+        }
+    }
+
+    pub(crate) fn ok(&self, node: usize, handle: HandleId) -> Outcome {
+        match self.ended(node, handle) {
+            Some(Ok(outcome)) => outcome.clone(),
+            other => panic!("handle {handle:?} of node {node}: {other:?}"),
+        }
+    }
+
+    pub(crate) fn offer(&mut self, node: usize, key: &str) -> HandleId {
+        let now = self.now;
+        self.nodes[node]
+            .machine
+            .offer(now, key.as_bytes(), POOL, offer_options())
+            .unwrap()
+    }
+
+    /// An offer of these blocks, released as a whole.
+    pub(crate) fn full_offer(&mut self, node: usize, key: &str, selection: Selection) -> HandleId {
+        let offer = self.offer(node, key);
+        self.fill_offer(node, offer, selection);
+        offer
+    }
+
+    pub(crate) fn fill_offer(&mut self, node: usize, offer: HandleId, selection: Selection) {
+        let now = self.now;
+        let end = selection.groups[0].token_end;
+        self.nodes[node].machine.append(now, offer, &selection).unwrap();
+        self.nodes[node].machine.finish(now, offer, end).unwrap();
+    }
+
+    pub(crate) fn claim(&mut self, node: usize, key: &str, sources: &[usize]) -> HandleId {
+        self.claim_with(node, key, sources, claim_options(node as u128 + 1))
+    }
+
+    pub(crate) fn claim_with(&mut self, node: usize, key: &str, sources: &[usize], options: ClaimOptions) -> HandleId {
+        let now = self.now;
+        let addresses: Vec<EndpointAddress> = sources.iter().map(|source| self.address(*source)).collect();
+        self.nodes[node]
+            .machine
+            .claim(now, key.as_bytes(), POOL, &addresses, options)
+            .unwrap()
+    }
+
+    pub(crate) fn fill(&mut self, node: usize, claim: HandleId, selection: Selection) {
+        let now = self.now;
+        self.nodes[node].machine.claim_into(now, claim, selection).unwrap();
+    }
+
+    pub(crate) fn cancel(&mut self, node: usize, handle: HandleId) {
+        let now = self.now;
+        self.nodes[node].machine.cancel(now, handle);
+    }
+
+    pub(crate) fn gauge(&self, node: usize, name: &str) -> u64 {
+        let gauges = self.nodes[node].machine.gauges();
+        gauges.iter().find(|(gauge, _)| *gauge == name).unwrap().1
+    }
+
+    /// After everything has ended: nothing is left but sessions and links, not even retained verdicts.
+    pub(crate) fn assert_clean(&mut self) {
+        self.run_ms(2_000);
+        for node in (0..self.nodes.len()).filter(|node| self.nodes[*node].alive) {
+            for gauge in [
+                "offers",
+                "claims",
+                "grants",
+                "transfers",
+                "link_transfers",
+                "members",
+                "waiting_claims",
+                "slots_in_use",
+                "slots_retained",
+                "slots_quarantined",
+                "messages_unacknowledged",
+            ] {
+                assert_eq!(self.gauge(node, gauge), 0, "{gauge} of node {node}");
+            }
+        }
+    }
+}
+
+/// Reads a chunk's bytes inside its gate; `None` if the gate was closed.
+fn read(chunk: Chunk) -> (ChunkHeader, Option<Vec<u8>>) {
+    let header = chunk.header;
+    let bytes = match chunk.payload {
+        Payload::Message(message, range) => Some(message[range].to_vec()),
+        Payload::Stream { stream, regions, gate } => gate.enter().map(|_inside| {
+            let mut segments = Vec::new();
+            let mut bytes = Vec::new();
+            stream.segments(header.offset, u64::from(header.length), usize::MAX, &mut segments);
+            for segment in segments {
+                let mut piece = vec![0; segment.length as usize];
+                regions[segment.region as usize]
+                    .copy_out(segment.offset, &mut piece)
+                    .unwrap();
+                bytes.extend(piece);
+            }
+            assert_eq!(bytes.len(), header.length as usize);
+            bytes
+        }),
+    };
+    (header, bytes)
+}
+
+impl Node {
+    fn new(index: usize, bits: u128, config: MachineConfig, layout: PoolLayout, now: Time) -> Node {
+        let incarnation = Incarnation::from_bits(bits);
+        let socket: SocketAddr = format!("127.0.0.{}:7000", index + 1).parse().unwrap();
+        let slots = SlotTable::new(64);
+        let layout = Arc::new(layout);
+        let region = Region::allocate(layout.region_lengths()[0]).unwrap();
+        let mut machine = Machine::new(MachineSetup {
+            config,
+            incarnation,
+            address: EndpointAddress {
+                sockets: vec![socket],
+                incarnation: Some(incarnation),
+                rank: Default::default(),
+            },
+            transports: vec![("memory".to_string(), vec![1])],
+            slots: slots.clone(),
+            seed: bits ^ 0x5eed,
+        });
+        let regions: Arc<[Arc<Region>]> = vec![region.clone()].into();
+        machine
+            .add_pool(now, POOL, layout.clone(), regions, true, true)
+            .unwrap();
+        Node {
+            machine,
+            alive: true,
+            incarnation,
+            socket,
+            slots,
+            region,
+            layout,
+            links: BTreeMap::new(),
+            ended: Vec::new(),
+            notices: Vec::new(),
+            changes: Vec::new(),
+        }
+    }
+
+    fn place(&mut self, from: Incarnation, header: &ChunkHeader, bytes: Option<Vec<u8>>) -> (ChunkState, bool) {
+        match self.slots.begin(from, header).unwrap() {
+            Placement::Scrap(state) => (state, false),
+            Placement::Message => {
+                let applied = self.slots.message_applied(header, &bytes.unwrap());
+                let state = applied.acknowledgement();
+                (state, state == ChunkState::Arrived)
+            }
+            Placement::Place { stream, regions, gate } => {
+                let valid = bytes.is_some();
+                if let (Some(bytes), Some(_inside)) = (bytes, gate.enter()) {
+                    let mut segments = Vec::new();
+                    stream.segments(header.offset, u64::from(header.length), usize::MAX, &mut segments);
+                    let mut at = 0;
+                    for segment in segments {
+                        let end = at + segment.length as usize;
+                        regions[segment.region as usize]
+                            .copy_in(segment.offset, &bytes[at..end])
+                            .unwrap();
+                        at = end;
+                    }
+                }
+                let state = self.slots.placed(header, valid);
+                (state, state == ChunkState::Arrived)
+            }
+        }
+    }
+
+    /// Writes `value` over a block in all planes.
+    pub(crate) fn paint(&self, block: u32, value: u8) {
+        for plane in 0..self.layout.planes().len() {
+            let (_, offset) = self.layout.plane_offset(plane, block).unwrap();
+            self.region.copy_in(offset, &[value; BLOCK as usize]).unwrap();
+        }
+    }
+
+    /// The one value that a block has in all planes.
+    pub(crate) fn colour(&self, block: u32) -> Option<u8> {
+        let mut colour = None;
+        for plane in 0..self.layout.planes().len() {
+            let (_, offset) = self.layout.plane_offset(plane, block).unwrap();
+            let mut bytes = [0; BLOCK as usize];
+            self.region.copy_out(offset, &mut bytes).unwrap();
+            for byte in bytes {
+                if *colour.get_or_insert(byte) != byte {
+                    return None;
+                }
+            }
+        }
+        colour
+    }
+}
+
+pub(crate) fn offer_options() -> OfferOptions {
+    OfferOptions {
+        readers: 1,
+        deadline: None,
+        priority: 0,
+        checksum: false,
+    }
+}
+
+pub(crate) fn claim_options(set: u128) -> ClaimOptions {
+    ClaimOptions {
+        set,
+        member: 0,
+        members: 1,
+        deadline: None,
+        pull: false,
+    }
+}

@@ -1,0 +1,382 @@
+//! The endpoint: one process's half of the library.
+
+mod builder;
+mod explain;
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use kvxfer_core::layout::PoolLayout;
+use kvxfer_core::machine::HandleId;
+use kvxfer_core::memory::Region;
+use kvxfer_core::plan::Target;
+use kvxfer_core::wire::{Access, EndpointAddress, Grant};
+use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
+
+use crate::completion::{Completer, Completion, Waiting};
+use crate::config::Config;
+use crate::control::{PeerState, Phase, Shared, State, closed};
+use crate::events::Events;
+use crate::handle::{Claim, Core, Entry, HandleKind, Offer, Sink, Transfer};
+use crate::options::{ClaimOptions, OfferOptions, PullOptions, PushOptions};
+use crate::pool::{Pool, Role};
+use crate::{metrics, random};
+
+pub use builder::Builder;
+
+/// How long dropping an endpoint that was not closed may take at most, apart from the transports' own bound.
+const DROP_LIMIT: Duration = Duration::from_secs(1);
+
+/// One process's half of the library, usually one tensor-parallel rank.
+///
+/// All calls can be made from any thread. Dropping it closes it, within a bounded time.
+pub struct Endpoint {
+    shared: Arc<Shared>,
+    control: Mutex<Option<JoinHandle<()>>>,
+    closed: AtomicBool,
+}
+
+/// A peer, for people.
+#[derive(Debug, Clone)]
+pub struct PeerInfo {
+    /// Who.
+    pub incarnation: Incarnation,
+    /// Its label.
+    pub name: String,
+    /// Where it listens, once it has said so.
+    pub address: Option<EndpointAddress>,
+    /// How its session stands.
+    pub state: PeerState,
+    /// The transport taken.
+    pub transport: Option<String>,
+}
+
+impl Endpoint {
+    /// An endpoint to be configured and built.
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// What to publish so that others find this endpoint.
+    pub fn address(&self) -> EndpointAddress {
+        self.shared.address.clone()
+    }
+
+    /// Its identity: new at every start.
+    pub fn incarnation(&self) -> Incarnation {
+        self.shared.incarnation
+    }
+
+    /// Its label.
+    pub fn name(&self) -> &str {
+        &self.shared.name
+    }
+
+    /// Its settings.
+    pub fn config(&self) -> &Config {
+        &self.shared.config
+    }
+
+    /// Makes memory of the caller's known as a pool: one region for each that the layout declares.
+    ///
+    /// # Errors
+    /// `InvalidArgument` and `OutOfBounds` if the regions are not what the layout declares, and whatever a transport
+    /// refuses, with the limit and the need.
+    ///
+    /// # Safety
+    /// While the pool lives and after that until all handles on it have ended, transports read and, where claims and
+    /// grants say so, write the regions' memory on other threads. The caller must uphold the contract of
+    /// [`Region::from_raw`] for as long, must not read blocks that are being written nor write blocks that are
+    /// being read, and must treat a block as its own again only once the handle that named it has ended without
+    /// [`Destination::Quarantined`](kvxfer_core::error::Destination::Quarantined).
+    pub unsafe fn register(&self, layout: PoolLayout, regions: Vec<Arc<Region>>, role: Role) -> Result<Pool> {
+        Pool::register(&self.shared, layout, regions, role)
+    }
+
+    /// A pool in zeroed host memory of ours, of the sizes that the layout declares.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` without memory; and as [`register`](Self::register).
+    pub fn allocate(&self, layout: PoolLayout, role: Role) -> Result<Pool> {
+        let regions = layout.region_lengths().iter().map(|&length| Region::allocate(length));
+        let regions = regions.collect::<Result<Vec<_>>>()?;
+        Pool::register(&self.shared, layout, regions, role)
+    }
+
+    /// Offers a request's KV under a key of at most 256 bytes, before or after it is claimed.
+    ///
+    /// # Errors
+    /// `DuplicateKey` if a live offer has the key, `InvalidArgument` for the key or options, `Busy` at a limit.
+    pub fn offer(&self, key: impl AsRef<[u8]>, pool: &Pool, options: OfferOptions) -> Result<Offer> {
+        let id = pool.inner.id()?;
+        let core = self.open(HandleKind::Offer, options.events, Sink::Release, |state, now| {
+            state.machine.offer(now, key.as_ref(), id, options.machine())
+        })?;
+        Ok(Offer::new(core, Arc::clone(&pool.inner.layout)))
+    }
+
+    /// [`Offer::ready`] for a whole step of several requests, with one look at the control plane.
+    ///
+    /// # Errors
+    /// The first refusal; offers before it are ready, those after it are not.
+    pub fn ready_many<L>(&self, parts: &[(&Offer, std::ops::Range<u32>, L)]) -> Result<()>
+    where
+        L: std::ops::RangeBounds<u16> + Clone,
+    {
+        self.shared.call(|state, now| {
+            parts.iter().try_for_each(|(offer, tokens, layers)| {
+                let layers = offer.layer_range(layers.clone());
+                state.machine.ready(now, offer.id(), (tokens.start, tokens.end), layers)
+            })
+        })
+    }
+
+    /// Claims a request's KV from all endpoints that hold some of it, before or after they offer it. The library finds
+    /// out which of them sends what.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for the key, addresses or options, `Busy` at a limit. What peers say ends the claim.
+    pub fn claim(
+        &self,
+        key: impl AsRef<[u8]>,
+        pool: &Pool,
+        sources: &[EndpointAddress],
+        options: ClaimOptions,
+    ) -> Result<Claim> {
+        let id = pool.inner.id()?;
+        let own_set = match options.set {
+            Some(set) => set,
+            None => random::bits()?,
+        };
+        let core = self.open(HandleKind::Claim, options.events, Sink::Arrival, |state, now| {
+            state
+                .machine
+                .claim(now, key.as_ref(), id, sources, options.machine(own_set))
+        })?;
+        Ok(Claim::new(core))
+    }
+
+    /// Writes blocks of ours into the blocks of a grant, with an optional message.
+    ///
+    /// # Errors
+    /// `InvalidArgument`, `GeometryMismatch`, `StalePeer` and the like for what does not fit, `Busy` at a limit.
+    pub fn push(
+        &self,
+        pool: &Pool,
+        source: impl Into<Target>,
+        grant: &Grant,
+        options: PushOptions,
+    ) -> Result<Transfer> {
+        access(grant, Access::Write)?;
+        let id = pool.inner.id()?;
+        let source: Target = source.into();
+        let core = self.open(HandleKind::Push, options.events, Sink::Delivery, |state, now| {
+            state.machine.push(now, id, source, grant, options.machine())
+        })?;
+        Ok(Transfer::new(core, grant.name.incarnation))
+    }
+
+    /// Reads the blocks of a grant to read into blocks of ours.
+    ///
+    /// # Errors
+    /// As [`push`](Self::push).
+    pub fn pull(
+        &self,
+        grant: &Grant,
+        pool: &Pool,
+        destination: impl Into<Target>,
+        options: PullOptions,
+    ) -> Result<Transfer> {
+        access(grant, Access::Read)?;
+        let id = pool.inner.id()?;
+        let destination: Target = destination.into();
+        let core = self.open(HandleKind::Pull, options.events, Sink::Delivery, |state, now| {
+            state.machine.pull(now, grant, id, destination, options.machine())
+        })?;
+        Ok(Transfer::new(core, grant.name.incarnation))
+    }
+
+    /// The events of handles opened with `events: Some(..)`.
+    pub fn events(&self) -> Events {
+        Events::new(Arc::clone(&self.shared.events))
+    }
+
+    /// What is known of peers with a session, and of those lost lately.
+    pub fn peers(&self) -> Vec<PeerInfo> {
+        let mut peers: Vec<PeerInfo> = self.shared.look(|state| {
+            let described = state.peers.iter().map(|(incarnation, peer)| PeerInfo {
+                incarnation: *incarnation,
+                name: peer.name.clone(),
+                address: peer.address.clone(),
+                state: peer.state.clone(),
+                transport: peer.transport.clone(),
+            });
+            described.collect()
+        });
+        peers.sort_by_key(|peer| peer.incarnation);
+        peers
+    }
+
+    /// Counters, gauges and histograms as Prometheus text; `docs/metrics.md` defines them.
+    pub fn metrics(&self) -> String {
+        let mut text = String::with_capacity(16 << 10);
+        let gauges = self.shared.look(|state| state.machine.gauges());
+        metrics::write_gauges(&mut text, &gauges);
+        metrics::write_gauges(&mut text, &[("events_waiting", self.shared.events.depth() as u64)]);
+        self.shared.metrics.write(&mut text);
+        metrics::write_counters(&mut text, self.shared.transports.counters());
+        text
+    }
+
+    /// Takes no new work, tells peers so, and waits until what is open has ended.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` with the number of handles that are still open; they go on.
+    pub fn drain(&self, timeout: Duration) -> Result<()> {
+        self.shared.call(|state, now| {
+            if state.phase == Phase::Open {
+                state.phase = Phase::Draining;
+                state.machine.drain(now);
+            }
+        });
+        if self.shared.wait_for(timeout, |state| state.handles.is_empty()) {
+            return Ok(());
+        }
+        let open = self.shared.look(|state| state.handles.len());
+        Err(Error::new(
+            ErrorKind::DeadlineExceeded,
+            format!("draining endpoint {}", self.name()),
+        )
+        .because(format!("{open} handles are still open after {timeout:?}"))
+        .remedy("drain again, or close, which ends them"))
+    }
+
+    /// Ends every handle with `Closed`, tells peers, and stops all threads; waits at most `timeout` for fences. A
+    /// second call does nothing.
+    ///
+    /// # Errors
+    /// `DeadlineExceeded` if something was not fenced in time: the endpoint is closed all the same, and the handles
+    /// concerned ended as quarantined.
+    pub fn close(&self, timeout: Duration) -> Result<()> {
+        if self.closed.swap(true, Ordering::AcqRel) {
+            return Ok(());
+        }
+        let shared = &self.shared;
+        shared.call(|state, now| {
+            state.phase = Phase::Closed;
+            state.machine.shutdown(now);
+        });
+        // This thread takes turns itself, so that it does not depend on a runtime that the application may have blocked.
+        let deadline = Instant::now() + timeout;
+        let mut pause = Duration::from_micros(50);
+        let quiet = loop {
+            while shared.turn(false) {}
+            if shared.look(|state| state.handles.is_empty() && state.machine.is_quiet()) {
+                break true;
+            }
+            if Instant::now() >= deadline {
+                break false;
+            }
+            shared.pause(pause);
+            pause = (pause * 2).min(Duration::from_millis(2));
+        };
+        shared.stop();
+        shared.transports.shutdown();
+        // Whatever the data threads said last.
+        while shared.turn(false) {}
+        let mut error = closed(self.name());
+        if !quiet {
+            error = error.destination_is(kvxfer_core::error::Destination::Quarantined);
+        }
+        let left = shared.end_all(&error);
+        if let Some(control) = self.control.lock().take()
+            && control.thread().id() != std::thread::current().id()
+        {
+            let _ = control.join();
+        }
+        tracing::info!(endpoint = self.name(), quiet, "closed");
+        if quiet {
+            return Ok(());
+        }
+        Err(
+            Error::new(ErrorKind::DeadlineExceeded, format!("closing endpoint {}", self.name()))
+                .because(format!(
+                    "not everything was fenced within {timeout:?}; {left} handles ended quarantined"
+                ))
+                .remedy("do not reuse the blocks of those handles"),
+        )
+    }
+
+    /// Opens a handle: reserves its event places, lets the machine decide, and registers where its end goes.
+    fn open<T>(
+        &self,
+        kind: HandleKind,
+        events: Option<u64>,
+        sink: impl FnOnce(Completer<T>) -> Sink,
+        decide: impl FnOnce(&mut State, Time) -> Result<HandleId>,
+    ) -> Result<Core<T>> {
+        let shared = &self.shared;
+        let hurries = matches!(kind, HandleKind::Push).then(|| Arc::clone(&shared.reports));
+        let (completion, completer) = Completion::new(hurries.clone());
+        let source = events.map(|data| shared.events.reserve(data));
+        let waiting = source.as_ref().and(hurries.as_ref()).map(Waiting::new);
+        let reserved = source.is_some();
+        let opened = shared.begin(|state, now| {
+            let id = decide(state, now)?;
+            let entry = Entry {
+                kind,
+                sink: sink(completer),
+                events: source,
+                _waiting: waiting,
+                opened: now,
+            };
+            state.handles.insert(id, entry);
+            Ok(id)
+        });
+        let id = opened.inspect_err(|_| {
+            if reserved {
+                shared.events.unreserve();
+            }
+        })?;
+        shared.metrics.handle_opened(kind);
+        Ok(Core::new(Arc::clone(shared), id, completion))
+    }
+}
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        if let Err(error) = self.close(DROP_LIMIT) {
+            tracing::warn!(endpoint = self.name(), %error, "dropped");
+        }
+    }
+}
+
+impl std::fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Endpoint({} {:?})", self.name(), self.incarnation())
+    }
+}
+
+/// A grant is for one direction only.
+fn access(grant: &Grant, wanted: Access) -> Result<()> {
+    if grant.access == wanted {
+        return Ok(());
+    }
+    let (what, remedy) = match wanted {
+        Access::Write => (
+            "pushing into a grant to read",
+            "pull from it, or ask its owner for a grant to write",
+        ),
+        Access::Read => (
+            "pulling from a grant to write",
+            "push into it, or ask its owner for a grant to read",
+        ),
+    };
+    Err(Error::new(ErrorKind::InvalidArgument, what)
+        .at(format!("grant {}", grant.name))
+        .remedy(remedy))
+}

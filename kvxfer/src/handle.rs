@@ -1,0 +1,469 @@
+//! Handles: what an application holds while something goes on.
+//!
+//! Each has one [`Completion`]. Dropping an open handle cancels it; [`detach`](Offer::detach) lets it go on without
+//! its handle. Calls never block, except [`Offer::retract`], which waits a bounded time.
+
+use std::ops::{Bound, Range, RangeBounds};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use kvxfer_core::error::Destination;
+use kvxfer_core::flow::SlotWatcher;
+use kvxfer_core::layout::{BlockId, PoolLayout, Selection};
+use kvxfer_core::machine::{HandleId, MemberVerdict, Outcome, WaitingOn};
+use kvxfer_core::transport::Path;
+use kvxfer_core::wire::Grant;
+use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
+
+use crate::completion::{Completer, Completion, Waiting, Wakers};
+use crate::control::{Shared, State, seen_to};
+use crate::events::{EventQueue, EventSource};
+
+/// How an offer ended well: its blocks may be reused.
+#[derive(Debug, Clone)]
+pub struct Release {
+    /// The verdict of each claim that was served.
+    pub members: Vec<MemberVerdict>,
+}
+
+/// How a claim or grant ended well: every byte is in place and visible.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Arrival {
+    /// Bytes placed (or read, for a grant to read).
+    pub bytes: u64,
+    /// The user message of the push.
+    pub message: Option<Arc<[u8]>>,
+}
+
+/// How a push or pull ended well: the bytes are in the destination's memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Delivery {
+    /// Bytes placed.
+    pub bytes: u64,
+}
+
+/// A request's KV, offered to whoever claims its key.
+#[derive(Debug)]
+pub struct Offer {
+    core: Core<Release>,
+    layout: Arc<PoolLayout>,
+}
+
+impl Offer {
+    /// Appends blocks: in each cache group, tokens go on where the last append ended.
+    ///
+    /// # Errors
+    /// `InvalidArgument` and `OutOfBounds` for a selection that does not fit the pool or does not go on; `Closed` after
+    /// the end.
+    pub fn append(&self, selection: impl std::borrow::Borrow<Selection>) -> Result<()> {
+        let selection = selection.borrow();
+        self.core
+            .call(|state, now, id| state.machine.append(now, id, selection))
+    }
+
+    /// Releases a part for sending: these tokens of these layers (indices in the pool's layer list; `..` is all).
+    ///
+    /// # Errors
+    /// `InvalidArgument` for empty ranges, `OutOfBounds` for layers there are not and tokens not appended; `Busy` at the
+    /// limit of parts; `Closed` after the end.
+    pub fn ready(&self, tokens: Range<u32>, layers: impl RangeBounds<u16>) -> Result<()> {
+        let layers = self.layer_range(layers);
+        self.core
+            .call(|state, now, id| state.machine.ready(now, id, (tokens.start, tokens.end), layers))
+    }
+
+    /// No more blocks come: the request has `token_end` tokens. What has not been released is now, with state blocks.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if more or fewer tokens were appended.
+    pub fn finish(&self, token_end: u32) -> Result<()> {
+        self.core
+            .call(|state, now, id| state.machine.finish(now, id, token_end))
+    }
+
+    /// Voids all progress: bytes of earlier attempts never count. Blocks are appended anew. Those of earlier attempts
+    /// may be overwritten once [`voided`](Self::voided) says so.
+    ///
+    /// # Errors
+    /// `Closed` after the end.
+    pub fn restart(&self) -> Result<()> {
+        self.core.call(|state, now, id| state.machine.restart(now, id))
+    }
+
+    /// Whether no block of an earlier attempt is being read any more. Takes a few milliseconds at most.
+    pub fn voided(&self) -> bool {
+        let gates = self.core.shared.look(|state| state.machine.voided_gates(self.core.id));
+        gates.iter().all(|gate| gate.fenced())
+    }
+
+    /// Takes the blocks back: when this returns, nothing read from them later counts and they may be reused. Waits, at
+    /// most `deadlines.retract_ms_max`, for reads that are inside a system call. The offer ends `Retracted`.
+    ///
+    /// # Errors
+    /// `InvalidArgument` if the blocks are none of the offer's; `DeadlineExceeded` (quarantined) if a read did not
+    /// end in time.
+    pub fn retract(&self, blocks: &[BlockId]) -> Result<()> {
+        let gate = self
+            .core
+            .call(|state, now, id| state.machine.retract(now, id, blocks))?;
+        let limit = Duration::from_millis(self.core.shared.config.deadlines.retract_ms_max);
+        let began = Instant::now();
+        let mut looks = 0u32;
+        while !gate.fenced() {
+            if began.elapsed() >= limit {
+                return Err(Error::new(ErrorKind::DeadlineExceeded, "retract")
+                    .because(format!("a read of the blocks did not end within {limit:?}"))
+                    .remedy("do not reuse the blocks until the offer has ended")
+                    .destination_is(Destination::Quarantined));
+            }
+            // A read is one non-blocking call: yield first, then sleep.
+            looks += 1;
+            if looks < 64 {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        Ok(())
+    }
+
+    /// Ends the offer `Cancelled`. Its blocks may be reused once [`released`](Self::released) says so.
+    pub fn cancel(&self) {
+        self.core.cancel();
+    }
+
+    /// The end: the source blocks may be reused, with each claim's verdict.
+    pub fn released(&self) -> &Completion<Release> {
+        &self.core.completion
+    }
+
+    /// Lets the offer go on without its handle.
+    pub fn detach(self) {
+        self.core.detach();
+    }
+
+    /// What the open offer waits for, and since when.
+    pub fn waiting_on(&self) -> Option<WaitingOn> {
+        self.core.waiting_on()
+    }
+
+    /// The number that the offer's events carry.
+    pub fn id(&self) -> HandleId {
+        self.core.id
+    }
+
+    pub(crate) fn new(core: Core<Release>, layout: Arc<PoolLayout>) -> Offer {
+        Offer { core, layout }
+    }
+
+    pub(crate) fn layer_range(&self, layers: impl RangeBounds<u16>) -> (u16, u16) {
+        let count = u16::try_from(self.layout.layers().len()).unwrap_or(u16::MAX);
+        let from = match layers.start_bound() {
+            Bound::Included(&from) => from,
+            Bound::Excluded(&before) => before.saturating_add(1),
+            Bound::Unbounded => 0,
+        };
+        let to = match layers.end_bound() {
+            Bound::Included(&last) => last.saturating_add(1),
+            Bound::Excluded(&to) => to,
+            Bound::Unbounded => count,
+        };
+        (from, to)
+    }
+}
+
+/// A request's KV, wanted from the endpoints that offer its key.
+#[derive(Debug)]
+pub struct Claim {
+    core: Core<Arrival>,
+}
+
+impl Claim {
+    /// Says where the bytes go: per cache group the tokens wanted and the blocks for them. Tokens that are held
+    /// already are simply not selected.
+    ///
+    /// # Errors
+    /// `InvalidArgument` and `OutOfBounds` for a selection that does not fit the pool, or a second call; `Busy` without
+    /// a free slot.
+    pub fn fill(&self, selection: Selection) -> Result<()> {
+        self.core
+            .call(|state, now, id| state.machine.claim_into(now, id, selection))
+    }
+
+    /// Ends the claim before it is filled: `Declined` at both sides. No-op after that.
+    pub fn decline(&self) {
+        // What it could refuse is a claim that has ended or is filled: then there is nothing to decline.
+        let declined = self.core.call(|state, now, id| state.machine.decline(now, id));
+        if let Err(error) = declined {
+            tracing::debug!(%error, "decline");
+        }
+    }
+
+    /// Ends the claim `Cancelled`. Its blocks may be reused once [`arrived`](Self::arrived) says so.
+    pub fn cancel(&self) {
+        self.core.cancel();
+    }
+
+    /// The end: every byte selected is in place; or none lands any more.
+    pub fn arrived(&self) -> &Completion<Arrival> {
+        &self.core.completion
+    }
+
+    /// Lets the claim go on without its handle.
+    pub fn detach(self) {
+        self.core.detach();
+    }
+
+    /// What the open claim waits for, and since when.
+    pub fn waiting_on(&self) -> Option<WaitingOn> {
+        self.core.waiting_on()
+    }
+
+    /// The number that the claim's events carry.
+    pub fn id(&self) -> HandleId {
+        self.core.id
+    }
+
+    pub(crate) fn new(core: Core<Arrival>) -> Claim {
+        Claim { core }
+    }
+}
+
+/// The owner's side of a grant.
+#[derive(Debug)]
+pub struct GrantHandle {
+    core: Core<Arrival>,
+    grant: Grant,
+}
+
+impl GrantHandle {
+    /// What to hand to the peer that shall use it: [`Grant::to_bytes`] makes it portable.
+    pub fn grant(&self) -> &Grant {
+        &self.grant
+    }
+
+    /// The end: the blocks are written (or have been read), once.
+    pub fn arrived(&self) -> &Completion<Arrival> {
+        &self.core.completion
+    }
+
+    /// Ends the grant `Cancelled`. Its blocks may be reused once [`arrived`](Self::arrived) says so.
+    pub fn cancel(&self) {
+        self.core.cancel();
+    }
+
+    /// Lets the grant live on without its handle.
+    pub fn detach(self) {
+        self.core.detach();
+    }
+
+    /// What the open grant waits for, and since when.
+    pub fn waiting_on(&self) -> Option<WaitingOn> {
+        self.core.waiting_on()
+    }
+
+    /// The number that the grant's events carry.
+    pub fn id(&self) -> HandleId {
+        self.core.id
+    }
+
+    pub(crate) fn new(core: Core<Arrival>, grant: Grant) -> GrantHandle {
+        GrantHandle { core, grant }
+    }
+}
+
+/// A push or a pull under way.
+#[derive(Debug)]
+pub struct Transfer {
+    core: Core<Delivery>,
+    peer: Incarnation,
+}
+
+impl Transfer {
+    /// The end: the bytes are in the destination's memory; or the transfer failed.
+    pub fn done(&self) -> &Completion<Delivery> {
+        &self.core.completion
+    }
+
+    /// Ends the transfer `Cancelled`.
+    pub fn cancel(&self) {
+        self.core.cancel();
+    }
+
+    /// The way the bytes take: transport and rails. `None` while there is no link to the peer.
+    pub fn path(&self) -> Option<Path> {
+        self.core.shared.path(self.peer)
+    }
+
+    /// Lets the transfer go on without its handle.
+    pub fn detach(self) {
+        self.core.detach();
+    }
+
+    /// What the open transfer waits for, and since when.
+    pub fn waiting_on(&self) -> Option<WaitingOn> {
+        self.core.waiting_on()
+    }
+
+    /// The number that the transfer's events carry.
+    pub fn id(&self) -> HandleId {
+        self.core.id
+    }
+
+    pub(crate) fn new(core: Core<Delivery>, peer: Incarnation) -> Transfer {
+        Transfer { core, peer }
+    }
+}
+
+/// The kinds of handles, for counting.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum HandleKind {
+    Offer,
+    Claim,
+    Grant,
+    Push,
+    Pull,
+}
+
+impl HandleKind {
+    pub(crate) const ALL: [HandleKind; 5] = [
+        HandleKind::Offer,
+        HandleKind::Claim,
+        HandleKind::Grant,
+        HandleKind::Push,
+        HandleKind::Pull,
+    ];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            HandleKind::Offer => "offer",
+            HandleKind::Claim => "claim",
+            HandleKind::Grant => "grant",
+            HandleKind::Push => "push",
+            HandleKind::Pull => "pull",
+        }
+    }
+}
+
+/// An open handle, from the control plane's side.
+pub(crate) struct Entry {
+    pub(crate) kind: HandleKind,
+    pub(crate) sink: Sink,
+    pub(crate) events: Option<Arc<EventSource>>,
+    /// An event is waited for as much as anything.
+    pub(crate) _waiting: Option<Waiting>,
+    pub(crate) opened: Time,
+}
+
+/// Where an outcome goes.
+pub(crate) enum Sink {
+    Release(Completer<Release>),
+    Arrival(Completer<Arrival>),
+    Delivery(Completer<Delivery>),
+}
+
+impl Sink {
+    /// Delivers. `None` if it had ended before.
+    pub(crate) fn complete(&self, result: Result<Outcome>) -> Option<Wakers> {
+        match self {
+            Sink::Release(completer) => completer.complete(result.and_then(|outcome| match outcome {
+                Outcome::Released { members } => Ok(Release { members }),
+                other => Err(mismatch(&other)),
+            })),
+            Sink::Arrival(completer) => completer.complete(result.and_then(|outcome| match outcome {
+                Outcome::Arrived { bytes } => Ok(Arrival { bytes, message: None }),
+                Outcome::Granted { bytes, message } => Ok(Arrival { bytes, message }),
+                other => Err(mismatch(&other)),
+            })),
+            Sink::Delivery(completer) => completer.complete(result.and_then(|outcome| match outcome {
+                Outcome::Transferred { bytes } => Ok(Delivery { bytes }),
+                other => Err(mismatch(&other)),
+            })),
+        }
+    }
+}
+
+fn mismatch(outcome: &Outcome) -> Error {
+    Error::new(
+        ErrorKind::Internal,
+        format!("a handle ended as another kind: {outcome:?}"),
+    )
+    .remedy("please report this")
+}
+
+/// Completes a grant on the data thread that placed its last byte: no hop through the control thread.
+pub(crate) struct GrantWatcher {
+    pub(crate) completer: Completer<Arrival>,
+    pub(crate) bytes: u64,
+    /// The handle's number is known only once the grant is open, which may be after its first byte.
+    pub(crate) events: Option<(Arc<EventQueue>, Arc<EventSource>, Arc<std::sync::OnceLock<HandleId>>)>,
+}
+
+impl SlotWatcher for GrantWatcher {
+    fn arrived(&self, message: Option<Arc<[u8]>>) {
+        let wakers = self.completer.complete(Ok(Arrival {
+            bytes: self.bytes,
+            message,
+        }));
+        let Some(wakers) = wakers else { return };
+        seen_to();
+        if let Some((queue, source, id)) = &self.events
+            && let Some(id) = id.get()
+        {
+            queue.ended(source, *id, None);
+        }
+        wakers.wake();
+    }
+}
+
+/// What all handles have.
+pub(crate) struct Core<T> {
+    shared: Arc<Shared>,
+    id: HandleId,
+    completion: Completion<T>,
+    detached: AtomicBool,
+}
+
+impl<T> Core<T> {
+    pub(crate) fn new(shared: Arc<Shared>, id: HandleId, completion: Completion<T>) -> Core<T> {
+        Core {
+            shared,
+            id,
+            completion,
+            detached: AtomicBool::new(false),
+        }
+    }
+}
+
+impl<T> Core<T> {
+    fn call<R>(&self, decide: impl FnOnce(&mut State, Time, HandleId) -> R) -> R {
+        self.shared.call(|state, now| decide(state, now, self.id))
+    }
+
+    fn cancel(&self) {
+        self.call(|state, now, id| state.machine.cancel(now, id));
+    }
+
+    fn waiting_on(&self) -> Option<WaitingOn> {
+        self.shared.look(|state| state.machine.waiting_on(self.id))
+    }
+
+    fn detach(&self) {
+        self.detached.store(true, Ordering::Relaxed);
+    }
+}
+
+impl<T> Drop for Core<T> {
+    fn drop(&mut self) {
+        if !self.detached.load(Ordering::Relaxed) && !self.completion.ended() {
+            self.cancel();
+        }
+    }
+}
+
+impl<T> std::fmt::Debug for Core<T> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:?} {:?}", self.id, self.completion)
+    }
+}

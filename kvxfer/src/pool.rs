@@ -1,0 +1,360 @@
+//! Pools: registered memory with a layout.
+
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use parking_lot::Mutex;
+
+use kvxfer_core::layout::{BlockId, PoolLayout};
+use kvxfer_core::memory::Region;
+use kvxfer_core::plan::Target;
+use kvxfer_core::wire::Access;
+use kvxfer_core::{Error, ErrorKind, PoolId, Result};
+
+use crate::completion::Completion;
+use crate::control::{Shared, State};
+use crate::handle::{Core, Entry, GrantHandle, GrantWatcher, HandleKind, Sink};
+use crate::options::GrantOptions;
+
+/// What peers may do with a pool.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Role {
+    /// Be sent its blocks (offers, pushes from it, grants to read).
+    Serve,
+    /// Write into its blocks where a claim or grant says so.
+    Receive,
+    /// Both.
+    Both,
+}
+
+impl Role {
+    pub(crate) fn serves(self) -> bool {
+        matches!(self, Role::Serve | Role::Both)
+    }
+
+    pub(crate) fn receives(self) -> bool {
+        matches!(self, Role::Receive | Role::Both)
+    }
+}
+
+/// Memory with a layout, known to the endpoint's transports and told to its peers.
+///
+/// Clones are the same pool. Dropping the last one never blocks and never takes memory from under a transfer: the pool
+/// goes once nothing refers to it.
+#[derive(Clone)]
+pub struct Pool {
+    pub(crate) inner: Arc<Inner>,
+}
+
+pub(crate) struct Inner {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) layout: Arc<PoolLayout>,
+    regions: Arc<[Arc<Region>]>,
+    role: Role,
+    presence: Mutex<Presence>,
+}
+
+/// Whether the control plane knows the pool, and under which number.
+#[derive(Clone, Copy)]
+enum Presence {
+    Active(PoolId),
+    Suspended,
+    Closed,
+}
+
+impl Pool {
+    pub(crate) fn register(
+        shared: &Arc<Shared>,
+        layout: PoolLayout,
+        regions: Vec<Arc<Region>>,
+        role: Role,
+    ) -> Result<Pool> {
+        check_regions(&layout, &regions)?;
+        for region in &regions {
+            shared.transports.register(region)?;
+        }
+        let inner = Inner {
+            shared: Arc::clone(shared),
+            layout: Arc::new(layout),
+            regions: regions.into(),
+            role,
+            presence: Mutex::new(Presence::Suspended),
+        };
+        inner.add()?;
+        Ok(Pool { inner: Arc::new(inner) })
+    }
+
+    /// The layout.
+    pub fn layout(&self) -> &Arc<PoolLayout> {
+        &self.inner.layout
+    }
+
+    /// The memory: one region for each that the layout declares.
+    pub fn regions(&self) -> &[Arc<Region>] {
+        &self.inner.regions
+    }
+
+    /// What peers may do with it.
+    pub fn role(&self) -> Role {
+        self.inner.role
+    }
+
+    /// Copies bytes into a block of a plane, from `offset` bytes on. What a transfer that is under way to the same
+    /// bytes leaves there is undefined.
+    ///
+    /// # Errors
+    /// `OutOfBounds` naming what does not exist.
+    pub fn copy_in(&self, plane: u32, block: BlockId, offset: u32, bytes: &[u8]) -> Result<()> {
+        let (region, start) = self.locate(plane, block, offset, bytes.len())?;
+        region.copy_in(start, bytes)
+    }
+
+    /// Copies bytes of a block of a plane out, from `offset` bytes on.
+    ///
+    /// # Errors
+    /// `OutOfBounds` naming what does not exist.
+    pub fn copy_out(&self, plane: u32, block: BlockId, offset: u32, bytes: &mut [u8]) -> Result<()> {
+        let (region, start) = self.locate(plane, block, offset, bytes.len())?;
+        region.copy_out(start, bytes)
+    }
+
+    /// Permits a peer to write exactly these blocks, once.
+    ///
+    /// # Errors
+    /// `InvalidArgument` and `OutOfBounds` for a target that does not fit the pool; `Busy` without a free slot;
+    /// `Unsupported` if the pool's role does not receive.
+    pub fn grant(&self, target: impl Into<Target>, options: GrantOptions) -> Result<GrantHandle> {
+        self.open(Access::Write, target.into(), &options)
+    }
+
+    /// Permits a peer to read exactly these blocks, once. They must hold until the handle has ended.
+    ///
+    /// # Errors
+    /// As [`grant`](Self::grant), for a pool that serves.
+    pub fn serve(&self, target: impl Into<Target>, options: GrantOptions) -> Result<GrantHandle> {
+        self.open(Access::Read, target.into(), &options)
+    }
+
+    /// Takes the pool out of use. Its memory is free after that.
+    ///
+    /// # Errors
+    /// `Busy` while a handle or a kept verdict refers to it; it stays usable then.
+    pub fn close(&self) -> Result<()> {
+        self.inner.remove(Presence::Closed)
+    }
+
+    /// As [`close`](Self::close), waiting up to `timeout` for what refers to the pool to end.
+    ///
+    /// # Errors
+    /// `Busy` if something still does.
+    pub fn close_wait(&self, timeout: Duration) -> Result<()> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            match self.close() {
+                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
+                    let left = deadline.saturating_duration_since(Instant::now());
+                    // Asked again when anything ends, and at least every few milliseconds.
+                    self.inner.shared.pause(left.min(Duration::from_millis(5)));
+                }
+                result => return result,
+            }
+        }
+    }
+
+    /// Takes the pool out of use for a while, so that the engine may remap its memory: until
+    /// [`resume`](Self::resume) nothing of it is read or written, and peers do not see it.
+    ///
+    /// # Errors
+    /// `Busy` while a handle refers to it; `Closed` if it is closed.
+    pub fn suspend(&self) -> Result<()> {
+        self.inner.remove(Presence::Suspended)
+    }
+
+    /// Puts a suspended pool into use again, with the same layout at the same addresses.
+    ///
+    /// # Errors
+    /// `Closed` if it is closed; what registering can refuse.
+    pub fn resume(&self) -> Result<()> {
+        for region in self.inner.regions.iter() {
+            self.inner.shared.transports.register(region)?;
+        }
+        self.inner.add()
+    }
+
+    /// The pool's number, as peers know it.
+    ///
+    /// # Errors
+    /// `NotRegistered` while it is suspended, `Closed` after its end.
+    pub fn id(&self) -> Result<PoolId> {
+        self.inner.id()
+    }
+
+    fn open(&self, access: Access, target: Target, options: &GrantOptions) -> Result<GrantHandle> {
+        let inner = &self.inner;
+        let shared = &inner.shared;
+        let pool = inner.id()?;
+        let bytes = target.bytes(&inner.layout)?;
+        let (completion, completer) = Completion::new(None);
+        let events = options.events.map(|data| shared.events.reserve(data));
+        let id_cell = events.as_ref().map(|_| Arc::default());
+        let watcher = GrantWatcher {
+            completer: completer.clone(),
+            bytes,
+            events: match (&events, &id_cell) {
+                (Some(source), Some(id)) => Some((Arc::clone(&shared.events), Arc::clone(source), Arc::clone(id))),
+                _ => None,
+            },
+        };
+        // Only a write ends at the last byte; a read ends when its reader has had it validated.
+        let watcher = match access {
+            Access::Write => Some(Arc::new(watcher) as _),
+            Access::Read => None,
+        };
+        let opened = shared.begin(|state: &mut State, now| {
+            let options = options.machine();
+            let (id, grant) = state.machine.grant(now, pool, access, target, options, watcher)?;
+            if let Some(cell) = &id_cell {
+                let _ = cell.set(id);
+            }
+            state.handles.insert(
+                id,
+                Entry {
+                    kind: HandleKind::Grant,
+                    sink: Sink::Arrival(completer),
+                    events: events.clone(),
+                    _waiting: None,
+                    opened: now,
+                },
+            );
+            Ok((id, grant))
+        });
+        let (id, grant) = opened.inspect_err(|_| {
+            if events.is_some() {
+                shared.events.unreserve();
+            }
+        })?;
+        shared.metrics.handle_opened(HandleKind::Grant);
+        Ok(GrantHandle::new(Core::new(Arc::clone(shared), id, completion), grant))
+    }
+
+    fn locate(&self, plane: u32, block: BlockId, offset: u32, length: usize) -> Result<(&Arc<Region>, u64)> {
+        locate(&self.inner.layout, &self.inner.regions, plane, block, offset, length)
+    }
+}
+
+impl std::fmt::Debug for Pool {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let id = self.inner.id().ok();
+        write!(f, "Pool({id:?}, {:?})", self.inner.role)
+    }
+}
+
+impl Inner {
+    pub(crate) fn id(&self) -> Result<PoolId> {
+        match *self.presence.lock() {
+            Presence::Active(id) => Ok(id),
+            Presence::Suspended => Err(Error::new(ErrorKind::NotRegistered, "the pool is suspended")
+                .remedy("call Pool::resume before using it")),
+            Presence::Closed => Err(closed()),
+        }
+    }
+
+    fn add(&self) -> Result<()> {
+        let mut presence = self.presence.lock();
+        match *presence {
+            Presence::Active(_) => Ok(()),
+            Presence::Closed => Err(closed()),
+            Presence::Suspended => {
+                let (serves, receives) = (self.role.serves(), self.role.receives());
+                let id = self.shared.begin(|state, now| {
+                    let id = self.shared.next_pool(state);
+                    let (layout, regions) = (Arc::clone(&self.layout), Arc::clone(&self.regions));
+                    state.machine.add_pool(now, id, layout, regions, serves, receives)?;
+                    Ok(id)
+                })?;
+                *presence = Presence::Active(id);
+                Ok(())
+            }
+        }
+    }
+
+    fn remove(&self, into: Presence) -> Result<()> {
+        let mut presence = self.presence.lock();
+        match *presence {
+            Presence::Active(id) => {
+                self.shared.call(|state, now| state.machine.remove_pool(now, id))?;
+                *presence = into;
+                Ok(())
+            }
+            Presence::Suspended => {
+                *presence = into;
+                Ok(())
+            }
+            Presence::Closed if matches!(into, Presence::Suspended) => Err(closed()),
+            Presence::Closed => Ok(()),
+        }
+    }
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        if let Presence::Active(id) = *self.presence.get_mut() {
+            self.shared.call(|state, now| {
+                if state.machine.remove_pool(now, id).is_err() {
+                    state.orphans.push(id);
+                }
+            });
+        }
+    }
+}
+
+fn closed() -> Error {
+    Error::new(ErrorKind::Closed, "the pool is closed").remedy("register the memory again")
+}
+
+/// Whether the memory given is what the layout declares.
+fn check_regions(layout: &PoolLayout, regions: &[Arc<Region>]) -> Result<()> {
+    let declared = layout.region_lengths();
+    if declared.len() != regions.len() {
+        return Err(
+            Error::new(ErrorKind::InvalidArgument, format!("{} regions", regions.len()))
+                .because(format!("the layout declares {}", declared.len()))
+                .remedy("pass one region for each that the layout declares, in its order"),
+        );
+    }
+    for (index, (region, &length)) in regions.iter().zip(declared).enumerate() {
+        if region.length() < length {
+            return Err(Error::new(
+                ErrorKind::OutOfBounds,
+                format!("region {index} of {} bytes", region.length()),
+            )
+            .because(format!("the layout declares {length} bytes"))
+            .remedy("pass at least as much memory as the layout declares"));
+        }
+    }
+    Ok(())
+}
+
+fn locate<'a>(
+    layout: &PoolLayout,
+    regions: &'a [Arc<Region>],
+    plane: u32,
+    block: BlockId,
+    offset: u32,
+    length: usize,
+) -> Result<(&'a Arc<Region>, u64)> {
+    let (region, start) = layout.plane_offset(plane as usize, block)?;
+    let block_length = layout.planes()[plane as usize].block_length;
+    if u64::from(offset) + length as u64 > block_length {
+        return Err(
+            Error::new(ErrorKind::OutOfBounds, format!("{length} bytes at offset {offset}"))
+                .at(format!("plane {plane}, block {block}"))
+                .because(format!("its blocks have {block_length} bytes"))
+                .remedy("keep offset plus length inside the block"),
+        );
+    }
+    let region = regions.get(region as usize).ok_or_else(|| {
+        Error::new(ErrorKind::Internal, format!("plane {plane} lies in region {region}")).because("there is none")
+    })?;
+    Ok((region, start + u64::from(offset)))
+}

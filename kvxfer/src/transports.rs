@@ -1,0 +1,153 @@
+//! Which transports an endpoint has: what was asked for, what there is, and why not more.
+
+use std::net::TcpStream;
+use std::sync::Arc;
+use std::thread;
+use std::time::Duration;
+
+use kvxfer_core::flow::SlotTable;
+use kvxfer_core::memory::Region;
+use kvxfer_core::transport::{Counter, Transport};
+use kvxfer_core::wire::lane::LaneHello;
+use kvxfer_core::{Error, ErrorKind, Result};
+use kvxfer_tcp::{TcpConfig, TcpTransport};
+
+use crate::config::Config;
+
+/// An endpoint's transports, in order of preference.
+pub(crate) struct Transports {
+    list: Vec<Arc<dyn Transport>>,
+    /// The one that takes accepted connections; also in `list`.
+    tcp: Option<Arc<TcpTransport>>,
+    /// What was considered and not taken, and why.
+    pub(crate) refused: Vec<(String, String)>,
+}
+
+impl Transports {
+    /// Makes what the configuration names. With `auto`, what cannot be made is noted and left out.
+    pub(crate) fn build(config: &Config, slots: &Arc<SlotTable>) -> Result<Transports> {
+        let automatic = config.transports.iter().any(|name| name == "auto");
+        let wanted: Vec<&str> = match automatic {
+            true => vec!["rdma", "tcp"],
+            false => config.transports.iter().map(String::as_str).collect(),
+        };
+        let mut transports = Transports {
+            list: Vec::new(),
+            tcp: None,
+            refused: Vec::new(),
+        };
+        for name in wanted {
+            if transports.list.iter().any(|have| have.name() == name) {
+                return Err(
+                    Error::new(ErrorKind::InvalidArgument, format!("transports names {name} twice"))
+                        .remedy("name each once"),
+                );
+            }
+            match transports.add(name, config, slots) {
+                Ok(()) => {}
+                Err(error) if automatic => transports.refused.push((name.to_owned(), error.to_string())),
+                Err(error) => {
+                    transports.shutdown();
+                    return Err(error);
+                }
+            }
+        }
+        if transports.list.is_empty() {
+            return Err(Error::new(ErrorKind::Unsupported, "no transport can be used")
+                .because(format!("{:?}", transports.refused))
+                .remedy("see the causes"));
+        }
+        let taken: Vec<&str> = transports.list.iter().map(|transport| transport.name()).collect();
+        tracing::info!(?taken, refused = ?transports.refused, "transports");
+        Ok(transports)
+    }
+
+    pub(crate) fn by_name(&self, name: &str) -> Result<&Arc<dyn Transport>> {
+        self.list
+            .iter()
+            .find(|transport| transport.name() == name)
+            .ok_or_else(|| {
+                Error::new(ErrorKind::Unsupported, format!("transport {name}")).because("it is not open here")
+            })
+    }
+
+    pub(crate) fn names(&self) -> Vec<&'static str> {
+        self.list.iter().map(|transport| transport.name()).collect()
+    }
+
+    /// Names and adverts, for the handshake.
+    pub(crate) fn adverts(&self) -> Vec<(String, Vec<u8>)> {
+        self.list
+            .iter()
+            .map(|transport| (transport.name().to_owned(), transport.advertise()))
+            .collect()
+    }
+
+    pub(crate) fn register(&self, region: &Arc<Region>) -> Result<()> {
+        self.list.iter().try_for_each(|transport| transport.register(region))
+    }
+
+    pub(crate) fn counters(&self) -> Vec<Counter> {
+        self.list.iter().flat_map(|transport| transport.counters()).collect()
+    }
+
+    /// Gives an accepted lane to its transport.
+    pub(crate) fn adopt(&self, stream: TcpStream, hello: LaneHello) -> Result<()> {
+        match &self.tcp {
+            Some(tcp) => tcp.adopt(stream, hello),
+            None => Err(Error::new(ErrorKind::Unsupported, "a lane").because("the tcp transport is not open here")),
+        }
+    }
+
+    /// Stops all of them; bounded by each.
+    pub(crate) fn shutdown(&self) {
+        for transport in &self.list {
+            transport.shutdown();
+        }
+    }
+
+    fn add(&mut self, name: &str, config: &Config, slots: &Arc<SlotTable>) -> Result<()> {
+        match name {
+            "tcp" => {
+                let tcp = Arc::new(TcpTransport::new(tcp_config(config), Arc::clone(slots))?);
+                self.list.push(Arc::clone(&tcp) as _);
+                self.tcp = Some(tcp);
+                Ok(())
+            }
+            "rdma" => Err(Error::new(ErrorKind::Unsupported, "transport rdma")
+                .because("this build has no RDMA transport")
+                .remedy("leave it out of `transports`, or use \"auto\", which takes tcp and says so")),
+            _ => Err(Error::new(ErrorKind::Unsupported, format!("transport {name}"))
+                .because("this build has no transport of that name")
+                .remedy("use \"tcp\" or \"auto\"")),
+        }
+    }
+}
+
+fn tcp_config(config: &Config) -> TcpConfig {
+    let settings = &config.tcp;
+    let defaults = TcpConfig::default();
+    let cores = thread::available_parallelism().map_or(1, |cores| cores.get());
+    let data_threads = match settings.data_threads {
+        0 => (cores / 2).clamp(1, 8),
+        threads => usize::from(threads),
+    };
+    // Spinning steals the core that the application or the peer needs, unless there are cores to spare.
+    let spin = match cores > data_threads + 2 {
+        true => Duration::from_micros(settings.spin_us.into()),
+        false => Duration::ZERO,
+    };
+    TcpConfig {
+        data_threads,
+        lanes: settings.lanes,
+        spin,
+        send_buffer_bytes: settings.send_buffer_bytes as usize,
+        receive_buffer_bytes: settings.receive_buffer_bytes as usize,
+        window_bytes_min: settings.window_bytes_min,
+        window_bytes_max: settings.window_bytes_max,
+        connect_timeout: Duration::from_millis(config.deadlines.connect_ms),
+        backoff_max: Duration::from_millis(config.deadlines.backoff_max_ms),
+        links_max: config.limits.peers_max as usize,
+        ..defaults
+    }
+}

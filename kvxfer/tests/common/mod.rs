@@ -1,0 +1,191 @@
+//! What the integration tests share: small pools, pairs of endpoints, verified bytes.
+#![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
+
+use std::future::{Future, IntoFuture};
+use std::net::SocketAddr;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::Thread;
+use std::time::{Duration, Instant};
+
+use kvxfer::layout::{DType, Geometry, InnerOrder, PlaneKind, PlaneSpec, Sharding};
+use kvxfer::{Config, Endpoint, ErrorKind, Pool, PoolLayout, Result, Role, Selection};
+use kvxfer_testkit::pattern::{self, Content};
+
+/// Longer than anything takes that works.
+pub const LONG: Duration = Duration::from_secs(20);
+/// Tokens in a block.
+pub const PER_BLOCK: u32 = 16;
+/// Layers of the test model.
+pub const LAYERS: u16 = 4;
+/// Blocks of a test pool.
+pub const BLOCKS: u32 = 64;
+
+pub fn loopback() -> SocketAddr {
+    "127.0.0.1:0".parse().unwrap()
+}
+
+/// Settings whose deadlines suit tests.
+pub fn config() -> Config {
+    let mut config = Config::default();
+    config.transports = vec!["tcp".into()];
+    config.deadlines.verdict_retention_ms = 2_000;
+    config
+}
+
+pub fn endpoint(name: &str) -> Endpoint {
+    endpoint_with(name, config())
+}
+
+pub fn endpoint_with(name: &str, config: Config) -> Endpoint {
+    Endpoint::builder().config(config).name(name).build().unwrap()
+}
+
+/// A small model with 8 kv heads: one rank's pool.
+pub fn layout_of(rank: u16, size: u16, per_block: u32, blocks: u32, order: InnerOrder) -> PoolLayout {
+    let mut builder = PoolLayout::builder();
+    let geometry = Geometry::attention(DType::Bf16, per_block, 8, 8, Sharding::Heads { rank, size });
+    let group = builder.group("attention", geometry, blocks);
+    for layer in 0..LAYERS {
+        for kind in [PlaneKind::Key, PlaneKind::Value] {
+            builder.plane(PlaneSpec::new(group, layer.to_string(), kind).order(order));
+        }
+    }
+    builder.build().unwrap()
+}
+
+pub fn layout() -> PoolLayout {
+    layout_of(0, 1, PER_BLOCK, BLOCKS, InnerOrder::NHD)
+}
+
+/// An endpoint with a pool.
+pub struct Side {
+    pub pool: Pool,
+    pub endpoint: Endpoint,
+}
+
+impl Side {
+    pub fn new(name: &str) -> Side {
+        Side::with(name, config(), layout(), Role::Both)
+    }
+
+    pub fn with(name: &str, config: Config, layout: PoolLayout, role: Role) -> Side {
+        let endpoint = endpoint_with(name, config);
+        let pool = endpoint.allocate(layout, role).unwrap();
+        Side { pool, endpoint }
+    }
+}
+
+/// A prefill and a decode side.
+pub fn pair() -> (Side, Side) {
+    (Side::new("prefill"), Side::new("decode"))
+}
+
+/// Tokens `0..tokens` in these blocks.
+pub fn tokens(tokens: u32, blocks: impl IntoIterator<Item = u32>) -> Selection {
+    Selection::single(0, tokens, blocks.into_iter().collect())
+}
+
+pub fn fill(pool: &Pool, selection: &Selection, key: &str, attempt: u32) {
+    let content = Content::new(key.as_bytes(), attempt);
+    pattern::fill(
+        pool.layout(),
+        pool.regions(),
+        selection,
+        0..u32::MAX,
+        0..u16::MAX,
+        content,
+    )
+    .unwrap();
+}
+
+pub fn poison(pool: &Pool, selection: &Selection) {
+    pattern::poison(pool.layout(), pool.regions(), selection, 99).unwrap();
+}
+
+pub fn check(pool: &Pool, selection: &Selection, key: &str, attempt: u32) -> Result<u64> {
+    let content = Content::new(key.as_bytes(), attempt);
+    pattern::verify(
+        pool.layout(),
+        pool.regions(),
+        selection,
+        0..u32::MAX,
+        0..u16::MAX,
+        content,
+    )
+}
+
+/// All bytes are those of this key; and the check sees it when one is not.
+pub fn verify(pool: &Pool, selection: &Selection, key: &str, attempt: u32) {
+    let checked = check(pool, selection, key, attempt).unwrap();
+    assert!(checked > 0);
+    let block = selection.groups[0].blocks[0];
+    let first = selection.groups[0].first_token % pool.layout().cache_groups()[0].geometry.tokens_per_block;
+    // A byte of the first selected token of the first block: NHD and HND both have it at the row's start in head 0.
+    let row =
+        pool.layout().planes()[0].block_length / u64::from(pool.layout().cache_groups()[0].geometry.tokens_per_block);
+    if pool.layout().planes()[0].order == InnerOrder::NHD {
+        let offset = u32::try_from(u64::from(first) * row).unwrap();
+        let mut byte = [0];
+        pool.copy_out(0, block, offset, &mut byte).unwrap();
+        pool.copy_in(0, block, offset, &[byte[0] ^ 1]).unwrap();
+        assert_eq!(
+            check(pool, selection, key, attempt).unwrap_err().kind(),
+            ErrorKind::Corrupt
+        );
+        pool.copy_in(0, block, offset, &byte).unwrap();
+    }
+}
+
+/// Everything a pool's blocks hold.
+pub fn snapshot(pool: &Pool) -> Vec<u8> {
+    let mut all = Vec::new();
+    for region in pool.regions() {
+        let start = all.len();
+        all.resize(start + usize::try_from(region.length()).unwrap(), 0);
+        region.copy_out(0, &mut all[start..]).unwrap();
+    }
+    all
+}
+
+/// The value of a gauge or counter without labels.
+pub fn metric(endpoint: &Endpoint, name: &str) -> f64 {
+    let text = endpoint.metrics();
+    let line = text.lines().find(|line| line.split(' ').next() == Some(name));
+    line.unwrap_or_else(|| panic!("no {name} in\n{text}"))
+        .rsplit(' ')
+        .next()
+        .unwrap()
+        .parse()
+        .unwrap()
+}
+
+/// Asks until it is true.
+pub fn eventually(what: &str, mut true_now: impl FnMut() -> bool) {
+    let began = Instant::now();
+    while !true_now() {
+        assert!(began.elapsed() < LONG, "never came true: {what}");
+        std::thread::sleep(Duration::from_millis(2));
+    }
+}
+
+struct Unpark(Thread);
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+/// The smallest executor there is: shows that nothing here needs another.
+pub fn block_on<F: IntoFuture>(future: F) -> F::Output {
+    let mut future = pin!(future.into_future());
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut context = Context::from_waker(&waker);
+    loop {
+        match future.as_mut().poll(&mut context) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => std::thread::park_timeout(LONG),
+        }
+    }
+}

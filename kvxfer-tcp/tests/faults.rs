@@ -1,4 +1,6 @@
 //! What goes wrong between honest peers: cancels, lost lanes, slow and dead peers, closing in traffic.
+// Helpers of tests unwrap as tests do.
+#![allow(clippy::unwrap_used)]
 
 mod support;
 

@@ -1,4 +1,6 @@
 //! Peers that break the protocol: a typed error, the lane closed, nothing written outside a live grant.
+// Helpers of tests unwrap as tests do.
+#![allow(clippy::unwrap_used)]
 
 mod support;
 

@@ -1,5 +1,5 @@
 //! Nothing leaks and nothing wakes up for nothing. One test, alone in its process: it counts what the process has.
-#![allow(clippy::print_stdout)]
+#![allow(clippy::unwrap_used)]
 
 mod support;
 

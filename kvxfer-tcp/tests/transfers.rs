@@ -1,4 +1,6 @@
 //! Transfers of many sizes and shapes arrive byte for byte, and nothing else changes.
+// Helpers of tests unwrap as tests do.
+#![allow(clippy::unwrap_used)]
 
 mod support;
 

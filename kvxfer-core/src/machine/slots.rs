@@ -111,8 +111,13 @@ impl Machine {
         used.verdict = Some(verdict.clone());
         let (acknowledged, asked) = (used.acknowledged, std::mem::take(&mut used.asked));
         let grant = self.grant_name(slot);
+        let writer = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
         for peer in asked {
-            let verdict = verdict.clone();
+            let verdict = match writer {
+                // It asked before another began to write.
+                Some(writer) if writer != peer => Verdict::Failed(used_by_another(grant)),
+                _ => verdict.clone(),
+            };
             self.send(now, peer, Message::Verdict { grant, verdict });
         }
         if acknowledged || mutants::is(Mutant::ReleaseSlotBeforeAck) {
@@ -162,7 +167,7 @@ impl Machine {
         let Some(used) = self.slot_uses.get_mut(&slot) else {
             return;
         };
-        if used.peer.or(writer).is_some_and(|peer| peer != from) {
+        if writer.or(used.peer).is_some_and(|peer| peer != from) {
             return;
         }
         used.acknowledged = true;
@@ -181,11 +186,8 @@ impl Machine {
         let verdict = match used {
             None => Verdict::Unknown,
             // A grant is used once: what became of it is said to its user only.
-            Some(used) if used.peer.or(writer).is_some_and(|peer| peer != from) => {
-                let error = Error::new(ErrorKind::AlreadyClaimed, format!("grant {grant}"))
-                    .because("another endpoint uses it")
-                    .remedy("ask its owner for a grant of its own");
-                Verdict::Failed(error)
+            Some(used) if writer.or(used.peer).is_some_and(|peer| peer != from) => {
+                Verdict::Failed(used_by_another(grant))
             }
             Some(SlotUse {
                 verdict: Some(verdict), ..
@@ -255,6 +257,13 @@ impl Machine {
     pub(super) fn slots_quarantined(&self) -> usize {
         self.slot_uses.values().filter(|used| used.quarantined).count()
     }
+}
+
+/// A grant is used once.
+fn used_by_another(grant: GrantName) -> Error {
+    Error::new(ErrorKind::AlreadyClaimed, format!("grant {grant}"))
+        .because("another endpoint uses it")
+        .remedy("ask its owner for a grant of its own")
 }
 
 /// The same end, with the destination lost to a thread or device that did not let go of it.

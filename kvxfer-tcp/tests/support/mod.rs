@@ -1,6 +1,6 @@
 //! Two endpoints without a control plane: transports, slot tables, listeners, and a relay that carries fences.
 // Each test binary uses a part of it.
-#![allow(dead_code, clippy::unwrap_used)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};

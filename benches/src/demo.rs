@@ -321,7 +321,7 @@ impl Demo {
         if !pull {
             let address = self.decode.started.address.clone();
             let explained: String = self.prefill.ask(Request::Explain { address })?;
-            for line in explained.lines().filter(|line| !line.trim().is_empty()) {
+            for line in terminal::path_of(&explained) {
                 self.account.tell(line);
             }
         }

@@ -230,7 +230,7 @@ impl Bench {
     /// The way taken, for people.
     pub(crate) fn path(&self) -> String {
         let explained = self.side.endpoint.explain(&self.target.address);
-        explained.trim_end().to_owned()
+        terminal::path_of(&explained).join("\n")
     }
 
     /// Ends both sides.

@@ -37,6 +37,16 @@ pub(crate) fn paint(code: &str, text: &str) -> String {
     }
 }
 
+/// Of what an endpoint explains of a peer, the part about the path.
+pub(crate) fn path_of(explained: &str) -> Vec<&str> {
+    explained
+        .lines()
+        .skip(1)
+        .take_while(|line| !line.starts_with("endpoint "))
+        .filter(|line| !line.trim().is_empty())
+        .collect()
+}
+
 /// A number of bytes in the unit that reads best.
 pub(crate) fn bytes(count: u64) -> String {
     const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -56,7 +56,7 @@ fn wrong_flags_are_refused_with_what_to_do() {
     );
     refused(&["run", "--model", "llama-3.1-8b"], 2, &["--tokens"]);
     refused(&["run", "--reps", "0"], 2, &["--reps"]);
-    refused(&["replay", "t.csv", "--speed", "-3"], 2, &["--speed"]);
+    refused(&["replay", "t.csv", "--speed=-3"], 2, &["--speed", "positive"]);
     refused(&["replay", "t.csv", "--speed", "0"], 2, &["positive"]);
     refused(&["nonsense"], 2, &["nonsense"]);
     refused(&["serve", "localhost"], 2, &["localhost"]);

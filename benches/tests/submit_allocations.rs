@@ -37,13 +37,12 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-const BLOCKS: u32 = 64;
 const WAIT: Duration = Duration::from_secs(30);
 
-fn layout(layers: u32) -> PoolLayout {
+fn layout(layers: u32, blocks: u32) -> PoolLayout {
     let mut builder = PoolLayout::builder();
     let geometry = Geometry::attention(DType::Bf16, 16, 1, 8, Sharding::Heads { rank: 0, size: 1 });
-    let group = builder.group("attention", geometry, 2 * BLOCKS);
+    let group = builder.group("attention", geometry, 2 * blocks);
     for layer in 0..layers {
         for kind in [PlaneKind::Key, PlaneKind::Value] {
             builder.plane(PlaneSpec::new(group, layer.to_string(), kind));
@@ -52,18 +51,18 @@ fn layout(layers: u32) -> PoolLayout {
     builder.build().unwrap()
 }
 
-/// The least that a push of the same block list allocates on the caller's thread, over so many layers.
-fn submit_bytes(layers: u32) -> u64 {
+/// The least that a push of so many blocks in so many layers allocates on the caller's thread.
+fn submit_bytes(layers: u32, blocks: u32) -> i64 {
     let build = |name: &str| {
         let builder = Endpoint::builder().name(name).transports(["tcp"]);
         builder.listen("127.0.0.1:0".parse().unwrap()).build().unwrap()
     };
     let (from, to) = (build("from"), build("to"));
-    let source = from.allocate(layout(layers), Role::Both).unwrap();
-    let destination = to.allocate(layout(layers), Role::Both).unwrap();
+    let source = from.allocate(layout(layers, blocks), Role::Both).unwrap();
+    let destination = to.allocate(layout(layers, blocks), Role::Both).unwrap();
     from.connect(&to.address(), WAIT).unwrap();
     // Scattered: no two blocks can be moved as one.
-    let blocks: Vec<u32> = (0..BLOCKS).map(|index| index * 2).collect();
+    let blocks: Vec<u32> = (0..blocks).map(|index| index * 2).collect();
     let least = (0..10).map(|_| {
         let selection = kvxfer_bench::work::selection(source.layout(), &blocks);
         let grant = destination.grant(selection.clone(), GrantOptions::default()).unwrap();
@@ -76,19 +75,25 @@ fn submit_bytes(layers: u32) -> u64 {
         grant.arrived().wait(WAIT).unwrap();
         bytes
     });
-    least.min().unwrap()
+    least.min().unwrap() as i64
 }
 
 #[test]
 fn submitting_allocates_nothing_per_descriptor() {
-    // 64 blocks in 4 and in 320 planes: 256 and 20,480 descriptors.
-    let (few, many) = (submit_bytes(2), submit_bytes(160));
-    assert!(few > 0, "the counter must see the caller's own allocations");
-    // A descriptor takes at least 16 bytes: 20,224 more of them would be 323,584. A layer index takes 2 bytes, and lists
-    // of those may be copied some times.
-    let per_layer = (many.saturating_sub(few)) / 158;
+    // Lists of blocks and lists of planes may be copied; their product, the descriptors, must not appear. What grows
+    // with both at once is this difference of differences.
+    let (few_layers, many_layers, few_blocks, many_blocks) = (2, 160, 64, 256);
+    let small = submit_bytes(few_layers, few_blocks);
+    let layers = submit_bytes(many_layers, few_blocks);
+    let blocks = submit_bytes(few_layers, many_blocks);
+    let both = submit_bytes(many_layers, many_blocks);
+    assert!(small > 0, "the counter must see the caller's own allocations");
+    let together = both - layers - blocks + small;
+    let descriptors = i64::from(2 * (many_layers - few_layers) * (many_blocks - few_blocks));
+    // One byte per descriptor would be 60,672; lists that grow by doubling may be off by their rounding.
     assert!(
-        per_layer <= 64 && many < few + 20_224,
-        "{few} bytes for 256 descriptors, {many} for 20,480: {per_layer} per layer"
+        together.abs() < descriptors / 8,
+        "{small} bytes, {layers} with more layers, {blocks} with more blocks, {both} with both: {together} more than their sum"
     );
+    assert!(both < 64 << 10, "{both} bytes for 81,920 descriptors");
 }

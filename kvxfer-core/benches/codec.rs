@@ -1,7 +1,7 @@
 //! What coding and deciding cost per chunk, per message and per grant.
 //!
 //! `cargo bench -p kvxfer-core --bench codec`
-#![allow(missing_docs)]
+#![allow(missing_docs, clippy::unwrap_used)]
 
 use std::hint::black_box;
 use std::sync::Arc;

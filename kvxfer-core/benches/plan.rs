@@ -1,4 +1,5 @@
 //! Making and expanding streams of the Llama-3.1-70B TP4 shape: 160 planes x 128 blocks of 8 KiB, scattered.
+#![allow(missing_docs)] // The function that criterion generates has none.
 
 use std::hint::black_box;
 use std::sync::Arc;

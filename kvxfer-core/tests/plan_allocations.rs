@@ -1,10 +1,11 @@
 //! Making a stream allocates a few words per plane, whatever the number of blocks; expanding it allocates nothing.
+#![allow(clippy::unwrap_used)] // Helpers outside test functions unwrap too.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 use std::sync::Arc;
 
-use kvxfer_core::flow::{ByteStream, PartExtent};
+use kvxfer_core::flow::PartExtent;
 use kvxfer_core::layout::{Arrangement, Model, PoolLayout, Selection};
 use kvxfer_core::plan::{Plan, RunLimits, Target, source_stream};
 

@@ -1,4 +1,5 @@
 //! The planner's named cases, each against the oracle.
+#![allow(clippy::unwrap_used)] // Helpers outside test functions unwrap too.
 
 mod plan_world;
 

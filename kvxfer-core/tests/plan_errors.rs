@@ -1,4 +1,5 @@
 //! Wrong layouts, selections and pairs: each a typed error that names what is wrong.
+#![allow(clippy::unwrap_used)] // Helpers outside test functions unwrap too.
 
 use std::sync::Arc;
 

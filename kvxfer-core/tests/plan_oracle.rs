@@ -1,4 +1,5 @@
 //! The planner against the oracle, over random geometries, selections, ranks and parts, byte for byte.
+#![allow(clippy::unwrap_used)] // Helpers outside test functions unwrap too.
 
 mod plan_world;
 

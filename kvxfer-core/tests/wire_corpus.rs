@@ -1,6 +1,7 @@
 //! The fuzz targets' seed corpus, replayed on stable Rust.
 //!
 //! `KVXFER_WRITE_SEEDS=1 cargo test -p kvxfer-core --test wire_corpus` writes the generated seeds anew.
+#![allow(clippy::unwrap_used)]
 
 mod wire_common;
 

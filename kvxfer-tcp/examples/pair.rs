@@ -34,7 +34,10 @@ fn main() {
         let seconds = start.elapsed().as_secs_f64();
         pair.log_a.arrived(id);
         pair.link_a.forget(id);
-        assert!(read_stream(&destination, &*to) == bytes, "other bytes arrived than were sent");
+        assert!(
+            read_stream(&destination, &*to) == bytes,
+            "other bytes arrived than were sent"
+        );
         println!(
             "{blocks} blocks of {block} bytes: {:.1} ms, {:.2} GB/s, verified",
             seconds * 1e3,

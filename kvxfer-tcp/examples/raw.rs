@@ -105,7 +105,7 @@ fn median(values: impl Iterator<Item = f64>) -> f64 {
 fn main() {
     let settings = settings();
     let pool = settings.pool;
-    let scaled = |count: u64| (count * pool >> 30) as usize;
+    let scaled = |count: u64| ((count * pool) >> 30) as usize;
     let workloads = [
         ("W2 64 KiB", 64 << 10, scaled(4096)),
         ("W3 4 KiB", 4 << 10, scaled(16_384)),
@@ -115,7 +115,10 @@ fn main() {
     let (source, destination) = (touched(pool, 1), touched(pool, 2));
     let pair = Pair::new(settings.config.clone()).up();
     let raw = RawStreams::new(settings.raw_buffer);
-    println!("{:<14} {:>9} {:>9} {:>6} {:>12} {:>12} {:>6}", "", "raw GB/s", "link GB/s", "ratio", "raw cpu/GB", "link cpu/GB", "ratio");
+    println!(
+        "{:<14} {:>9} {:>9} {:>6} {:>12} {:>12} {:>6}",
+        "", "raw GB/s", "link GB/s", "ratio", "raw cpu/GB", "link cpu/GB", "ratio"
+    );
     let mut id = 0;
     for (name, block, blocks) in workloads {
         if settings.only.as_ref().is_some_and(|only| !name.starts_with(only)) {
@@ -125,7 +128,11 @@ fn main() {
         for repetition in 0..settings.repetitions + 1 {
             let pieces = |seed| {
                 if blocks == 1 {
-                    Arc::new(Pieces { region: 0, offsets: vec![0], length: block })
+                    Arc::new(Pieces {
+                        region: 0,
+                        offsets: vec![0],
+                        length: block,
+                    })
                 } else {
                     Arc::new(random_pieces(seed, pool, blocks, block))
                 }
@@ -207,25 +214,37 @@ fn ping_pong(pair: &Pair, buffer: usize) {
             node.grant(piece(), &regions[index % 2], Some(arrivals[index].clone()))
         })
         .collect();
+    let pushes = |base: u64, odd: usize| -> Vec<Push> {
+        (0..rounds)
+            .map(|index| {
+                Push::new(base + index as u64, slots[2 * index + odd], &regions[odd], piece()).message(b"ball")
+            })
+            .collect()
+    };
+    let (pings, pongs) = (pushes(1_000_000, 0), pushes(2_000_000, 1));
     let mut of_link = Vec::new();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            for index in 0..rounds {
+            for (index, pong) in pongs.into_iter().enumerate() {
                 arrivals[2 * index].wait(PATIENCE).expect("the ping");
-                let push = Push::new(1_000_000 + index as u64, slots[2 * index + 1], &regions[1], piece());
-                push.message(b"pong").submit(&pair.link_b);
+                let (id, _gate) = pong.submit(&pair.link_b);
+                if id.0 % 64 == 0 {
+                    (id.0 - 64..id.0).for_each(|id| pair.link_b.forget(kvxfer_core::flow::TransferId(id)));
+                }
             }
         });
-        for index in 0..rounds {
+        for (index, ping) in pings.into_iter().enumerate() {
             let start = Instant::now();
-            let push = Push::new(2_000_000 + index as u64, slots[2 * index], &regions[0], piece());
-            push.message(b"ping").submit(&pair.link_a);
+            ping.submit(&pair.link_a);
             arrivals[2 * index + 1].wait(PATIENCE).expect("the pong");
             of_link.push(start.elapsed().as_secs_f64());
         }
     });
     let (raw, link) = (median(of_raw.into_iter()) * 1e6, median(of_link.into_iter()) * 1e6);
-    println!("W4 4 KiB there and back: raw {raw:.1} µs, link {link:.1} µs, ratio {:.2}", link / raw);
+    println!(
+        "W4 4 KiB there and back: raw {raw:.1} µs, link {link:.1} µs, ratio {:.2}",
+        link / raw
+    );
 }
 
 /// Two blocking connections, each with a sending and a receiving thread per transfer.
@@ -294,7 +313,11 @@ fn share(pieces: &Pieces, index: u64) -> Pieces {
         };
     }
     let half = pieces.offsets.len() / 2;
-    let range = if index == 0 { 0..half } else { half..pieces.offsets.len() };
+    let range = if index == 0 {
+        0..half
+    } else {
+        half..pieces.offsets.len()
+    };
     Pieces {
         region: 0,
         offsets: pieces.offsets[range].to_vec(),

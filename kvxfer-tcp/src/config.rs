@@ -91,23 +91,33 @@ impl TcpConfig {
     /// `InvalidArgument` naming the setting and its bounds.
     pub fn check(&self) -> Result<()> {
         let bad = |setting: &str, why: String| {
-            Err(
-                Error::new(ErrorKind::InvalidArgument, format!("setting `{setting}` of the tcp transport"))
-                    .because(why)
-                    .remedy("choose a value inside the bounds"),
+            Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("setting `{setting}` of the tcp transport"),
             )
+            .because(why)
+            .remedy("choose a value inside the bounds"))
         };
         if !(1..=DATA_THREADS_MAX).contains(&self.data_threads) {
-            return bad("data_threads", format!("{} is not in 1..={DATA_THREADS_MAX}", self.data_threads));
+            return bad(
+                "data_threads",
+                format!("{} is not in 1..={DATA_THREADS_MAX}", self.data_threads),
+            );
         }
         if !(1..=LANES_MAX).contains(&self.lanes) {
             return bad("lanes", format!("{} is not in 1..={LANES_MAX}", self.lanes));
         }
         if !(4096..=1 << 20).contains(&self.call_bytes_max) {
-            return bad("call_bytes_max", format!("{} is not in 4096..=1048576", self.call_bytes_max));
+            return bad(
+                "call_bytes_max",
+                format!("{} is not in 4096..=1048576", self.call_bytes_max),
+            );
         }
         if self.staging_buffers_max < 2 {
-            return bad("staging_buffers_max", format!("{} is less than 2", self.staging_buffers_max));
+            return bad(
+                "staging_buffers_max",
+                format!("{} is less than 2", self.staging_buffers_max),
+            );
         }
         if self.connect_timeout.is_zero() {
             return bad("connect_timeout", "it is zero".into());
@@ -115,7 +125,10 @@ impl TcpConfig {
         if self.backoff_min.is_zero() || self.backoff_min > self.backoff_max {
             return bad(
                 "backoff_min",
-                format!("{:?} is zero or above backoff_max ({:?})", self.backoff_min, self.backoff_max),
+                format!(
+                    "{:?} is zero or above backoff_max ({:?})",
+                    self.backoff_min, self.backoff_max
+                ),
             );
         }
         if self.window_bytes_min < 1 << 20 || self.window_bytes_min > self.window_bytes_max {

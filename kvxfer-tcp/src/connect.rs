@@ -24,7 +24,10 @@ pub(crate) struct Dial {
 enum Stage {
     Connecting,
     /// Our hello is out; the answer comes in.
-    Greeting { answer: [u8; HELLO_BYTES], got: usize },
+    Greeting {
+        answer: [u8; HELLO_BYTES],
+        got: usize,
+    },
 }
 
 impl Dial {
@@ -99,7 +102,10 @@ impl Dial {
                 Err(error) => return Err(failed("recv")(error)),
             }
         }
-        let hello = LaneHello::decode(answer).map_err(|source| TcpError::Peer { place, source })?;
+        let hello = LaneHello::decode(answer).map_err(|source| TcpError::Peer {
+            place,
+            source: Box::new(source),
+        })?;
         check_hello(link, &hello).map_err(|why| TcpError::Hello { place, why })?;
         if hello.lane != self.name {
             return Err(TcpError::Hello {

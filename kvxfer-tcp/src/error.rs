@@ -81,7 +81,7 @@ pub enum TcpError {
         /// The lane.
         place: LanePlace,
         /// What it did.
-        source: Error,
+        source: Box<Error>,
     },
     /// A device copy failed.
     #[error("staging copy failed on {place}: {source}")]
@@ -89,7 +89,7 @@ pub enum TcpError {
         /// The lane.
         place: LanePlace,
         /// What the memory domain said.
-        source: Error,
+        source: Box<Error>,
     },
     /// The peer's runtime fenced the lane.
     #[error("{place} was fenced at the peer's request")]

@@ -104,7 +104,9 @@ pub(crate) struct Lane {
 
 enum Phase {
     /// No connection. A dialing side has a timer for the next.
-    Down { redial: Option<Time> },
+    Down {
+        redial: Option<Time>,
+    },
     Dialing(Dial),
     Up(Box<Reader>, LaneName, Arc<OwnedFd>),
     /// The connection is lost and copies between its staging and blocks still run.
@@ -342,7 +344,9 @@ impl Lane {
             Sent::Blocked
         };
         let freed = writer.pump_copies(link, turn.now)?;
-        shared.idle.store(sent == Sent::Nothing, Ordering::Relaxed);
+        shared
+            .idle
+            .store(matches!(sent, Sent::Nothing | Sent::All), Ordering::Relaxed);
         self.writer_copying = writer.copying();
         self.writer_starved = writer.starved;
         self.ack_backlog = writer.ack_backlog();
@@ -355,7 +359,9 @@ impl Lane {
         if settled {
             link.report();
         }
-        self.wants_turn = sent == Sent::All || (freed && sent == Sent::Nothing) || (reads(reader) && self.ack_backlog < ACK_BACKLOG_MAX);
+        self.wants_turn = sent == Sent::More
+            || (freed && sent != Sent::Blocked)
+            || (reads(reader) && self.ack_backlog < ACK_BACKLOG_MAX);
         Ok(())
     }
 
@@ -422,7 +428,9 @@ impl Lane {
         };
         let Some(address) = link.peer.addresses.get(self.dials % link.peer.addresses.len().max(1)) else {
             // Nowhere to dial: the runtime gave no address. The peer may still dial us.
-            self.phase = Phase::Down { redial: Some(Time::from_nanos(u64::MAX)) };
+            self.phase = Phase::Down {
+                redial: Some(Time::from_nanos(u64::MAX)),
+            };
             return;
         };
         self.dials += 1;

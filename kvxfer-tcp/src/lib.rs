@@ -19,7 +19,7 @@
 //!
 //! # The look-ahead
 //! Headers and trailers are read into a small buffer per lane. Where the lane waits for a header it cannot know
-//! what follows, so that up to [`receive::LOOK_AHEAD_BYTES`](self) of payload may come along and are copied from there
+//! what follows, so that up to 8 KiB of payload may come along and are copied from there
 //! into place, inside the gate. A small transfer is so received with one system call. While a chunk's payload is
 //! being received, exactly its trailer and the next header are read with it, and nothing is copied.
 
@@ -29,6 +29,9 @@ mod counters;
 mod error;
 mod lane;
 mod link;
+mod look_ahead;
+mod out_chunk;
+mod placed;
 mod receive;
 mod send;
 mod staging;

@@ -3,9 +3,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 
-use kvxfer_core::flow::{
-    ChunkName, ChunkState, Gate, LaneName, LinkSender, SendPart, SendSpec, SlotTable, TransferId,
-};
+use kvxfer_core::flow::{ChunkName, ChunkState, Gate, LaneName, LinkSender, SendPart, SendSpec, SlotTable, TransferId};
 use kvxfer_core::transport::{Link, LinkEvent, LinkPeer, LinkWatcher, Path};
 use kvxfer_core::{Error, Result};
 use parking_lot::Mutex;
@@ -87,7 +85,9 @@ impl LinkCore {
         self.report_due.store(true, Ordering::SeqCst);
         while self.report_due.load(Ordering::SeqCst) {
             // Whoever is reporting looks again after it has let go.
-            let Some(_reporting) = self.reporting.try_lock() else { return };
+            let Some(_reporting) = self.reporting.try_lock() else {
+                return;
+            };
             while self.report_due.swap(false, Ordering::SeqCst) {
                 loop {
                     let event = self.sender.lock().poll_event();
@@ -135,20 +135,24 @@ impl LinkCore {
             let Some(mut writer) = lane.writer.try_lock() else {
                 continue;
             };
-            if !writer.idle() {
-                continue;
-            }
-            let sent = writer.send(self, lane.index, sys::now());
-            let clean = matches!(sent, Ok(Sent::All)) && !writer.gate_fenced && !writer.settled;
-            if let Err(error) = sent {
-                writer.failed = Some(error);
+            let idle = writer.idle();
+            let mut clean = false;
+            if idle {
+                let sent = writer.send(self, lane.index, sys::now());
+                clean = matches!(sent, Ok(Sent::All)) && !writer.gate_fenced && !writer.settled;
+                if let Err(error) = sent {
+                    writer.failed = Some(error);
+                }
             }
             drop(writer);
-            // Events, errors and the rest are the data thread's.
-            if !clean || lane.writer_wanted.swap(false, Ordering::SeqCst) {
+            // The lane's thread may have wanted the writer meanwhile; and events, errors and the rest are its to handle.
+            let wanted = lane.writer_wanted.swap(false, Ordering::SeqCst);
+            if wanted || (idle && !clean) {
                 self.kick(lane);
             }
-            return clean;
+            if idle {
+                return clean;
+            }
         }
         false
     }
@@ -178,7 +182,8 @@ impl Link for TcpLink {
         let busy = core.lanes.iter().any(|lane| sender.has_work(lane.index));
         sender.submit(spec)?;
         drop(sender);
-        core.lone_transfer.store(if busy { NONE } else { id.0 }, Ordering::Relaxed);
+        core.lone_transfer
+            .store(if busy { NONE } else { id.0 }, Ordering::Relaxed);
         Ok(())
     }
 
@@ -238,7 +243,12 @@ impl Link for TcpLink {
     fn path(&self) -> Path {
         Path {
             transport: "tcp".into(),
-            rails: self.core.lanes.iter().filter_map(|lane| lane.rail.lock().clone()).collect(),
+            rails: self
+                .core
+                .lanes
+                .iter()
+                .filter_map(|lane| lane.rail.lock().clone())
+                .collect(),
             rails_configured: self.core.lanes.len(),
         }
     }

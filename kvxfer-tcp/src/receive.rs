@@ -1,13 +1,13 @@
 //! The receiving half of a lane: headers are checked, payload is scattered straight into the granted blocks.
 
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::{io, slice};
 
 use crc_fast::{CrcAlgorithm, Digest};
-use kvxfer_core::flow::{ByteStream, ChunkHeader, ChunkName, ChunkState, Gate, LaneName, MESSAGE_BYTES_MAX, Placement};
-use kvxfer_core::memory::{Region, Segment};
+use kvxfer_core::flow::{ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_BYTES_MAX, Placement};
+use kvxfer_core::memory::Segment;
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::wire::lane::{HEADER_BYTES, LaneHeader, TRAILER_BYTES, Trailer};
 use kvxfer_core::{Error, ErrorKind};
@@ -15,11 +15,11 @@ use kvxfer_core::{Error, ErrorKind};
 use crate::counters::{DirectionCounters, add};
 use crate::error::TcpError;
 use crate::link::LinkCore;
-use crate::staging::{CopyJob, Direction, StagingBuffer, StagingPool, needs_staging};
+use crate::look_ahead::{LOOK_AHEAD_BYTES, LookAhead};
+use crate::placed::{Placed, copy_into, digest_pieces, scatter};
+use crate::staging::{CopyJob, StagingBuffer, StagingPool, needs_staging};
 use crate::sys;
 
-/// What is read ahead where a header is awaited, at most.
-pub(crate) const LOOK_AHEAD_BYTES: usize = 8 << 10;
 /// Up to this much payload left, a call reads as far ahead as it can: small chunks come in bunches.
 const BUNCH_BYTES: u32 = 32 << 10;
 /// What is read and thrown away goes here, over and over.
@@ -75,13 +75,6 @@ enum Sink {
     Message(Vec<u8>),
     /// Thrown away; what to answer.
     Scrap(ChunkState),
-}
-
-#[derive(Clone)]
-struct Placed {
-    stream: Arc<dyn ByteStream>,
-    regions: Arc<[Arc<Region>]>,
-    gate: Arc<Gate>,
 }
 
 /// A copy into blocks under way, and the end of its chunk if it is the last of it.
@@ -379,7 +372,13 @@ impl Reader {
             }
             payload = match &mut chunk.sink {
                 Sink::Place(to) => to
-                    .pieces(&chunk.header, chunk.received, left, &mut self.segments, &mut self.pieces)
+                    .pieces(
+                        &chunk.header,
+                        chunk.received,
+                        left,
+                        &mut self.segments,
+                        &mut self.pieces,
+                    )
                     .map_err(|error| peer_error(link, self.lane, error))?,
                 Sink::Staged { buffer, from, .. } => {
                     if buffer.is_none() {
@@ -575,7 +574,10 @@ impl Reader {
             generation: header.generation,
             error: source.clone(),
         });
-        TcpError::Peer { place, source }
+        TcpError::Peer {
+            place,
+            source: Box::new(source),
+        }
     }
 
     fn peer_error(&self, link: &LinkCore, source: Error) -> TcpError {
@@ -586,7 +588,7 @@ impl Reader {
 fn peer_error(link: &LinkCore, lane: LaneName, source: Error) -> TcpError {
     TcpError::Peer {
         place: link.place(lane),
-        source,
+        source: Box::new(source),
     }
 }
 
@@ -595,175 +597,5 @@ impl InChunk {
     fn refuse(&mut self) {
         self.sink = Sink::Scrap(ChunkState::Refused);
         self.digest = None;
-    }
-}
-
-impl Placed {
-    /// The places of up to `left` bytes from payload byte `from` on, as pieces of a call. Returns the bytes they hold.
-    fn pieces(
-        &self,
-        header: &ChunkHeader,
-        from: u32,
-        left: u32,
-        segments: &mut Vec<Segment>,
-        pieces: &mut Vec<libc::iovec>,
-    ) -> Result<usize, Error> {
-        segments.clear();
-        let offset = header.offset + u64::from(from);
-        // One piece is kept for the look-ahead.
-        let covered = self
-            .stream
-            .segments(offset, u64::from(left), sys::IOVECS_MAX - 1, segments);
-        if covered == 0 || covered > u64::from(left) {
-            return Err(short_stream(header));
-        }
-        for segment in segments.iter() {
-            let view = self.regions[segment.region as usize]
-                .host_view(segment.offset, segment.length)
-                .ok_or_else(|| short_stream(header))?;
-            pieces.push(libc::iovec {
-                iov_base: view.pointer.cast(),
-                iov_len: view.length,
-            });
-        }
-        Ok(covered as usize)
-    }
-}
-
-/// Starts the copy of `span` of a chunk's payload into its blocks. `None` if the slot is closed.
-fn scatter(to: &Placed, header: &ChunkHeader, span: std::ops::Range<u32>, buffer: StagingBuffer) -> Option<CopyJob> {
-    let guard = to.gate.enter_owned()?;
-    let mut segments = Vec::new();
-    let offset = header.offset + u64::from(span.start);
-    to.stream
-        .segments(offset, u64::from(span.end - span.start), usize::MAX, &mut segments);
-    Some(CopyJob::start(
-        Direction::Scatter,
-        to.regions.clone(),
-        &segments,
-        buffer,
-        guard,
-    ))
-}
-
-/// Copies bytes that were read ahead into place. The caller is inside the gate.
-fn copy_into(
-    to: &Placed,
-    header: &ChunkHeader,
-    from: u32,
-    mut bytes: &[u8],
-    segments: &mut Vec<Segment>,
-) -> Result<(), Error> {
-    segments.clear();
-    let offset = header.offset + u64::from(from);
-    let covered = to.stream.segments(offset, bytes.len() as u64, usize::MAX, segments);
-    if covered != bytes.len() as u64 {
-        return Err(short_stream(header));
-    }
-    for segment in segments.iter() {
-        let view = to.regions[segment.region as usize]
-            .host_view(segment.offset, segment.length)
-            .ok_or_else(|| short_stream(header))?;
-        let (now, later) = bytes.split_at(view.length);
-        // SAFETY: the view lies inside a live region, and the look-ahead is another allocation.
-        unsafe { std::ptr::copy_nonoverlapping(now.as_ptr(), view.pointer, now.len()) };
-        bytes = later;
-    }
-    Ok(())
-}
-
-/// Takes the first `length` bytes of the pieces.
-///
-/// # Safety
-/// They must be readable.
-unsafe fn digest_pieces(digest: &mut Digest, pieces: &[libc::iovec], mut length: usize) {
-    for piece in pieces {
-        let take = piece.iov_len.min(length);
-        if take == 0 {
-            return;
-        }
-        // SAFETY: inside the piece, which the caller vouches for.
-        digest.update(unsafe { slice::from_raw_parts(piece.iov_base.cast::<u8>(), take) });
-        length -= take;
-    }
-}
-
-fn short_stream(header: &ChunkHeader) -> Error {
-    Error::new(ErrorKind::Internal, "a stream shorter than the slot table said")
-        .because(format!("{header:?}"))
-        .remedy("report this")
-}
-
-/// What was read beyond what the lane was waiting for.
-struct LookAhead {
-    bytes: Box<[u8]>,
-    start: usize,
-    end: usize,
-}
-
-impl LookAhead {
-    fn new() -> LookAhead {
-        LookAhead {
-            bytes: vec![0; LOOK_AHEAD_BYTES].into_boxed_slice(),
-            start: 0,
-            end: 0,
-        }
-    }
-
-    fn is_empty(&self) -> bool {
-        self.start == self.end
-    }
-
-    fn bytes(&self) -> &[u8] {
-        &self.bytes[self.start..self.end]
-    }
-
-    fn peek<const N: usize>(&self) -> Option<&[u8; N]> {
-        self.bytes().first_chunk()
-    }
-
-    fn consume(&mut self, length: usize) {
-        self.start += length;
-        if self.start == self.end {
-            (self.start, self.end) = (0, 0);
-        }
-    }
-
-    /// Room for up to `max` more bytes, as a piece of a call.
-    fn room(&mut self, max: usize) -> libc::iovec {
-        if self.start > 0 {
-            self.bytes.copy_within(self.start..self.end, 0);
-            (self.start, self.end) = (0, self.end - self.start);
-        }
-        let room = &mut self.bytes[self.end..];
-        libc::iovec {
-            iov_base: room.as_mut_ptr().cast(),
-            iov_len: room.len().min(max),
-        }
-    }
-
-    fn received(&mut self, length: usize) {
-        self.end += length;
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_look_ahead_keeps_what_is_not_taken() {
-        let mut ahead = LookAhead::new();
-        let room = ahead.room(100);
-        assert_eq!(room.iov_len, 100);
-        ahead.bytes[..3].copy_from_slice(&[1, 2, 3]);
-        ahead.received(3);
-        ahead.consume(1);
-        assert_eq!(ahead.room(LOOK_AHEAD_BYTES).iov_len, LOOK_AHEAD_BYTES - 2);
-        assert_eq!(ahead.bytes(), [2, 3]);
-        assert_eq!(ahead.peek::<3>(), None);
-        assert_eq!(ahead.peek::<2>(), Some(&[2, 3]));
-        ahead.consume(2);
-        assert!(ahead.is_empty());
     }
 }

@@ -235,10 +235,7 @@ impl Drop for CopyJob {
 }
 
 fn same_domain(regions: &[Arc<Region>], a: &Segment, b: &Segment) -> bool {
-    Arc::ptr_eq(
-        regions[a.region as usize].domain(),
-        regions[b.region as usize].domain(),
-    )
+    Arc::ptr_eq(regions[a.region as usize].domain(), regions[b.region as usize].domain())
 }
 
 /// Segments of host memory that share a stream with segments that must be staged.

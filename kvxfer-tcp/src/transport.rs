@@ -3,8 +3,8 @@
 use std::collections::HashMap;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -145,7 +145,11 @@ impl Transport for TcpTransport {
         let first = shared.next_worker.fetch_add(usize::from(lanes), Ordering::Relaxed);
         let mut links = shared.links.lock();
         if shared.closed.load(Ordering::SeqCst) {
-            return refused(ErrorKind::Closed, "the transport is shut down".into(), "make a new endpoint");
+            return refused(
+                ErrorKind::Closed,
+                "the transport is shut down".into(),
+                "make a new endpoint",
+            );
         }
         if links.len() >= shared.config.links_max {
             let why = format!("there are {} links already", links.len());
@@ -184,9 +188,16 @@ impl Transport for TcpTransport {
             labels: vec![("transport", "tcp".to_string())],
             value,
         };
-        let staging = |of: fn(&WorkerShared) -> usize| self.shared.workers.iter().map(|worker| of(worker)).sum::<usize>();
-        out.push(gauge("staging_allocated_bytes", staging(|worker| worker.staging.bytes()) as f64));
-        out.push(gauge("staging_buffers_in_use", staging(|worker| worker.staging.in_use()) as f64));
+        let staging =
+            |of: fn(&WorkerShared) -> usize| self.shared.workers.iter().map(|worker| of(worker)).sum::<usize>();
+        out.push(gauge(
+            "staging_allocated_bytes",
+            staging(|worker| worker.staging.bytes()) as f64,
+        ));
+        out.push(gauge(
+            "staging_buffers_in_use",
+            staging(|worker| worker.staging.in_use()) as f64,
+        ));
         let links: Vec<_> = self.shared.links.lock().values().cloned().collect();
         out.push(gauge("links", links.len() as f64));
         for link in links {

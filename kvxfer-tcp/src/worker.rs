@@ -1,7 +1,7 @@
 //! Data threads: each owns some lanes, waits for them in epoll, and gives them turns.
 
-use std::collections::{BinaryHeap, VecDeque};
 use std::cmp::Reverse;
+use std::collections::{BinaryHeap, VecDeque};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -224,7 +224,9 @@ impl Worker {
     fn take_kicks(&mut self) {
         // As many as there are now: a lane that is kicked again waits for the next round.
         for _ in 0..self.shared.kicks.len() {
-            let Some((link, index)) = self.shared.kicks.pop() else { return };
+            let Some((link, index)) = self.shared.kicks.pop() else {
+                return;
+            };
             let shared = &link.lanes[usize::from(index)];
             shared.kicked.store(false, Ordering::SeqCst);
             let token = match shared.token.load(Ordering::Relaxed) {
@@ -302,7 +304,9 @@ impl Worker {
 
     /// Has a lane do something, and then brings queues and timers in line with what it wants.
     fn with_lane(&mut self, index: usize, act: impl FnOnce(&mut Lane, &Turn<'_>)) {
-        let Some(Some(lane)) = self.lanes.get_mut(index) else { return };
+        let Some(Some(lane)) = self.lanes.get_mut(index) else {
+            return;
+        };
         let turn = Turn {
             worker: &self.shared,
             scrap: self.scrap.as_mut_ptr(),

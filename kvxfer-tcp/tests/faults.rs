@@ -1,4 +1,6 @@
 //! What goes wrong between honest peers: cancels, lost lanes, slow and dead peers, closing in traffic.
+// Helpers of tests unwrap as tests do.
+#![allow(clippy::unwrap_used)]
 
 mod support;
 
@@ -100,13 +102,21 @@ fn a_source_taken_back_midway_never_counts(world: &World) {
     // From here on the source is somebody else's.
     let reused = pattern(42, pool as usize);
     source[0].copy_in(0, &reused).unwrap();
-    assert_eq!(pair.log_a.count(|event| matches!(event, LinkEvent::Send(SendEvent::Quiet(_)))), 0, "chunks are out");
+    assert_eq!(
+        pair.log_a
+            .count(|event| matches!(event, LinkEvent::Send(SendEvent::Quiet(_)))),
+        0,
+        "chunks are out"
+    );
     proxy.resume();
     pair.log_a.quiet(id);
 
     // Chunks that were begun were filled up and did not count; whole ones carry the bytes of before.
     let progress = pair.b.slots.progress(slot.0, slot.1).unwrap();
-    assert!(!progress.arrived && progress.applied_bytes < 8 * MIB as u64, "{progress:?}");
+    assert!(
+        !progress.arrived && progress.applied_bytes < 8 * MIB as u64,
+        "{progress:?}"
+    );
     assert!(arrival.wait(Duration::ZERO).is_none());
     assert_eq!(pair.b.slots.close(slot.0, slot.1), Close::Fenced);
     assert!(pair.b.slots.release(slot.0, slot.1));
@@ -114,7 +124,11 @@ fn a_source_taken_back_midway_never_counts(world: &World) {
     let (id, _gate) = Push::new(2, slot, &source, from.clone()).submit(&pair.link_a);
     pair.log_a.arrived(id);
     assert!(read_stream(&destination, &*to) == read_stream(&source, &*from));
-    assert_eq!(pair.log_a.lost().len() + pair.log_b.lost().len(), 0, "the lanes stayed clean");
+    assert_eq!(
+        pair.log_a.lost().len() + pair.log_b.lost().len(),
+        0,
+        "the lanes stayed clean"
+    );
 }
 
 fn a_lost_lane_is_resumed_behind_its_fence(world: &World) {
@@ -138,7 +152,10 @@ fn a_lost_lane_is_resumed_behind_its_fence(world: &World) {
         matches!(event, LinkEvent::LaneLost { chunks, .. } if !chunks.is_empty()).then_some(())
     });
     // Without the receiver's fence nothing of the lost lane is sent again, however much else goes through.
-    assert!(arrival.wait(Duration::from_millis(300)).is_none(), "sent again without a fence");
+    assert!(
+        arrival.wait(Duration::from_millis(300)).is_none(),
+        "sent again without a fence"
+    );
     pair.hold_fences.store(false, Ordering::SeqCst);
     assert!(arrival.wait(PATIENCE).is_some());
     assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
@@ -151,7 +168,10 @@ fn a_lost_lane_is_resumed_behind_its_fence(world: &World) {
         LinkEvent::LaneFenced { lane, chunks } if *lane == name => Some(chunks.len()),
         _ => None,
     });
-    assert_eq!(fenced, lost[0].1, "the answer is about the chunks that were asked about");
+    assert_eq!(
+        fenced, lost[0].1,
+        "the answer is about the chunks that were asked about"
+    );
     // The lane comes back by itself, with a higher epoch.
     let end = Instant::now() + PATIENCE;
     while pair.link_a.path().rails.len() < 2 {
@@ -172,7 +192,9 @@ fn a_lane_that_dies_again_and_again_loses_nothing(world: &World) {
     let arrival = Arc::new(Arrival::default());
     let slot = pair.b.grant(to.clone(), &destination, Some(arrival.clone()));
     proxy.stall_after(400_000);
-    let (id, _gate) = Push::new(1, slot, &source, from).message(b"still once").submit(&pair.link_a);
+    let (id, _gate) = Push::new(1, slot, &source, from)
+        .message(b"still once")
+        .submit(&pair.link_a);
     let mut cuts = 0;
     for round in 0..6 {
         proxy.stalled();
@@ -212,7 +234,11 @@ fn a_stalled_peer_delays_no_other(world: &World) {
     let log_c = Arc::new(Log::default());
     let log_ac = Arc::new(Log::default());
     let _link_ca = c.transport.connect(pair.a.peer(&c, 9, false), log_c).unwrap();
-    let link_ac = pair.a.transport.connect(c.peer(&pair.a, 9, true), log_ac.clone()).unwrap();
+    let link_ac = pair
+        .a
+        .transport
+        .connect(c.peer(&pair.a, 9, true), log_ac.clone())
+        .unwrap();
     let second = world.regions(pool);
     for id in 10..16 {
         let slot = c.grant(to.clone(), &second, None);
@@ -220,7 +246,12 @@ fn a_stalled_peer_delays_no_other(world: &World) {
         log_ac.arrived(id);
         assert!(read_stream(&second, &*to) == bytes);
     }
-    assert!(pair.b.slots.progress(slot.0, slot.1).is_some_and(|progress| !progress.arrived));
+    assert!(
+        pair.b
+            .slots
+            .progress(slot.0, slot.1)
+            .is_some_and(|progress| !progress.arrived)
+    );
     proxy.resume();
     pair.log_a.arrived(stalled);
     assert!(read_stream(&destination, &*to) == bytes);
@@ -240,22 +271,33 @@ fn closing_in_traffic_ends_all_touching(world: &World) {
     let (id, gate) = Push::new(1, slot, &source, from.clone()).submit(&pair.link_a);
     proxy.stalled();
     pair.link_b.close();
-    pair.log_b.wait("end of the link", |event| matches!(event, LinkEvent::Closed).then_some(()));
+    pair.log_b.wait("end of the link", |event| {
+        matches!(event, LinkEvent::Closed).then_some(())
+    });
     let reused = pattern(5, 16 * MIB);
     write_stream(&destination, &*to, &reused);
     proxy.resume();
     std::thread::sleep(Duration::from_millis(50));
-    assert!(read_stream(&destination, &*to) == reused, "a write after the link had closed");
+    assert!(
+        read_stream(&destination, &*to) == reused,
+        "a write after the link had closed"
+    );
 
     pair.link_a.close();
-    pair.log_a.wait("end of the link", |event| matches!(event, LinkEvent::Closed).then_some(()));
+    pair.log_a.wait("end of the link", |event| {
+        matches!(event, LinkEvent::Closed).then_some(())
+    });
     // Nobody is inside: closing finds the gate fenced.
     assert!(gate.close());
     let error = pair.link_a.submit(Push::new(2, slot, &source, from).spec).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);
     assert_eq!(pair.log_a.count(|event| matches!(event, LinkEvent::Closed)), 1);
     assert_eq!(pair.log_b.count(|event| matches!(event, LinkEvent::Closed)), 1);
-    assert_eq!(pair.log_a.count(|event| matches!(event, LinkEvent::Send(SendEvent::Arrived(_)))), 0);
+    assert_eq!(
+        pair.log_a
+            .count(|event| matches!(event, LinkEvent::Send(SendEvent::Arrived(_)))),
+        0
+    );
     assert_eq!((pair.a.transport.links(), pair.b.transport.links()), (0, 0));
     let _ = id;
 }
@@ -267,7 +309,11 @@ fn a_small_transfer_does_not_wait_for_a_large_one() {
     let (source, destination) = (host(large), host(large));
     let (small_source, small_destination) = (host(small), host(small));
     let arrival = Arc::new(Arrival::default());
-    let slot = pair.b.grant(Arc::new(random_pieces(2, large, 256, MIB as u64)), &destination, Some(arrival.clone()));
+    let slot = pair.b.grant(
+        Arc::new(random_pieces(2, large, 256, MIB as u64)),
+        &destination,
+        Some(arrival.clone()),
+    );
     let start = Instant::now();
     let from = Arc::new(random_pieces(1, large, 256, MIB as u64));
     let (big, _gate) = Push::new(1, slot, &source, from).submit(&pair.link_a);
@@ -299,7 +345,9 @@ fn a_corrupt_byte_is_caught_and_ends_the_grant() {
     std::thread::spawn(move || {
         let flipped = Arc::new(std::sync::atomic::AtomicBool::new(false));
         while let Ok((client, _)) = relay.accept() {
-            let Ok(server) = std::net::TcpStream::connect(to) else { return };
+            let Ok(server) = std::net::TcpStream::connect(to) else {
+                return;
+            };
             for (mut from, mut to, forward) in [
                 (client.try_clone().unwrap(), server.try_clone().unwrap(), true),
                 (server, client, false),
@@ -391,7 +439,10 @@ fn limits_and_misuse_are_typed_errors() {
     let log = Arc::new(Log::default());
     let link = a.transport.connect(b.peer(&a, 1, true), log.clone()).unwrap();
     let kind = |result: kvxfer_core::Result<Arc<dyn Link>>| result.err().map(|error| error.kind());
-    assert_eq!(kind(a.transport.connect(b.peer(&a, 2, true), log.clone())), Some(ErrorKind::Busy));
+    assert_eq!(
+        kind(a.transport.connect(b.peer(&a, 2, true), log.clone())),
+        Some(ErrorKind::Busy)
+    );
     let mut peer = a.peer(&b, 2, true);
     peer.advert = vec![0];
     assert_eq!(kind(b.transport.connect(peer, log.clone())), Some(ErrorKind::Protocol));
@@ -408,5 +459,8 @@ fn limits_and_misuse_are_typed_errors() {
     push(3).unwrap();
     a.transport.shutdown();
     assert_eq!(push(4).unwrap_err().kind(), ErrorKind::Closed);
-    assert_eq!(kind(a.transport.connect(b.peer(&a, 7, true), log)), Some(ErrorKind::Closed));
+    assert_eq!(
+        kind(a.transport.connect(b.peer(&a, 7, true), log)),
+        Some(ErrorKind::Closed)
+    );
 }

@@ -1,4 +1,6 @@
 //! Peers that break the protocol: a typed error, the lane closed, nothing written outside a live grant.
+// Helpers of tests unwrap as tests do.
+#![allow(clippy::unwrap_used)]
 
 mod support;
 
@@ -7,9 +9,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvxfer_core::flow::{
-    CHUNK_BYTES_MAX, ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_PART, PartExtent,
-};
+use kvxfer_core::flow::{CHUNK_BYTES_MAX, ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_PART, PartExtent};
 use kvxfer_core::memory::Region;
 use kvxfer_core::transport::{Link, LinkEvent, LinkPeer, Transport};
 use kvxfer_core::wire::lane::{HEADER_BYTES, HELLO_BYTES, LaneHeader, LaneHello, Trailer};
@@ -134,9 +134,27 @@ fn forged_headers_close_the_lane_and_write_nothing(world: &World) {
     let good = header(slot, generation);
     let forged = [
         ("beyond the stream", ChunkHeader { offset: 9_500, ..good }),
-        ("an offset that overflows", ChunkHeader { offset: u64::MAX - 10, ..good }),
-        ("longer than a chunk", ChunkHeader { length: CHUNK_BYTES_MAX + 1, ..good }),
-        ("as long as can be", ChunkHeader { length: u32::MAX, ..good }),
+        (
+            "an offset that overflows",
+            ChunkHeader {
+                offset: u64::MAX - 10,
+                ..good
+            },
+        ),
+        (
+            "longer than a chunk",
+            ChunkHeader {
+                length: CHUNK_BYTES_MAX + 1,
+                ..good
+            },
+        ),
+        (
+            "as long as can be",
+            ChunkHeader {
+                length: u32::MAX,
+                ..good
+            },
+        ),
         (
             "a message that was not announced",
             ChunkHeader {
@@ -181,7 +199,10 @@ fn forged_headers_close_the_lane_and_write_nothing(world: &World) {
     assert!(matches!(victim.lost().kind(), ErrorKind::Protocol | ErrorKind::Corrupt));
     assert!(closed(&mut stream) && closed(&mut stream2));
     // A header that never ends, and a payload that never ends.
-    for sent in [&LaneHeader::Chunk(good).encode()[..30], &LaneHeader::Chunk(good).encode()[..]] {
+    for sent in [
+        &LaneHeader::Chunk(good).encode()[..30],
+        &LaneHeader::Chunk(good).encode()[..],
+    ] {
         let mut stream = victim.lane();
         stream.write_all(sent).unwrap();
         drop(stream);
@@ -207,7 +228,10 @@ fn random_bytes_close_the_lane_and_write_nothing(world: &World) {
             victim.lost();
             continue;
         }
-        assert!(matches!(victim.lost().kind(), ErrorKind::Protocol | ErrorKind::Corrupt | ErrorKind::Transport));
+        assert!(matches!(
+            victim.lost().kind(),
+            ErrorKind::Protocol | ErrorKind::Corrupt | ErrorKind::Transport
+        ));
         assert!(closed(&mut stream));
     }
     assert!(read(&regions) == before);
@@ -246,7 +270,11 @@ fn refused_chunks_leave_the_lane_clean(world: &World) {
         stream.write_all(&Trailer { valid, checksum: 0 }.encode()).unwrap();
         let mut answer = [0; HEADER_BYTES];
         stream.read_exact(&mut answer).unwrap();
-        assert_eq!(LaneHeader::decode(&answer).unwrap(), LaneHeader::Ack(name(&header), state), "case {index}");
+        assert_eq!(
+            LaneHeader::decode(&answer).unwrap(),
+            LaneHeader::Ack(name(&header), state),
+            "case {index}"
+        );
         if index == 3 {
             expected[10_000..11_000].copy_from_slice(&payload);
         }
@@ -271,7 +299,9 @@ fn assert_live(world: &World, mut victim: Victim) {
     let (slot, generation) = victim.node.grant(whole(), &regions, None);
     let mut stream = victim.lane();
     let payload = pattern(77, 1000);
-    stream.write_all(&LaneHeader::Chunk(header(slot, generation)).encode()).unwrap();
+    stream
+        .write_all(&LaneHeader::Chunk(header(slot, generation)).encode())
+        .unwrap();
     stream.write_all(&payload).unwrap();
     stream
         .write_all(
@@ -289,7 +319,9 @@ fn assert_live(world: &World, mut victim: Victim) {
     regions[0].copy_out(96, &mut placed).unwrap();
     assert_eq!(placed, payload);
     victim.link.close();
-    victim.log.wait("end", |event| matches!(event, LinkEvent::Closed).then_some(()));
+    victim
+        .log
+        .wait("end", |event| matches!(event, LinkEvent::Closed).then_some(()));
 }
 
 #[test]
@@ -357,7 +389,11 @@ fn hellos_of_strangers_are_refused() {
         let lanes = usize::from(TcpConfig::default().lanes);
         assert!(lanes < 63);
         assert_eq!(adopt(no_such_lane), unauthenticated);
-        assert_eq!(adopt(victim.hello(1)), unauthenticated, "an epoch that was there before");
+        assert_eq!(
+            adopt(victim.hello(1)),
+            unauthenticated,
+            "an epoch that was there before"
+        );
         // A token that no session has may belong to one that is being made: it waits, is not answered, and is closed.
         let (result, closed) = adopt(LaneHello { token: 1, ..good });
         assert_eq!((result, closed), (Ok(()), true));

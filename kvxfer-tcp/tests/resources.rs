@@ -1,5 +1,5 @@
 //! Nothing leaks and nothing wakes up for nothing. One test, alone in its process: it counts what the process has.
-#![allow(clippy::print_stdout)]
+#![allow(clippy::unwrap_used)]
 
 mod support;
 
@@ -27,13 +27,17 @@ fn switches() -> u64 {
     let mut total = 0;
     for task in std::fs::read_dir("/proc/self/task").unwrap() {
         let path = task.unwrap().path();
-        let Ok(name) = std::fs::read_to_string(path.join("comm")) else { continue };
+        let Ok(name) = std::fs::read_to_string(path.join("comm")) else {
+            continue;
+        };
         if !name.starts_with("kvx-data") {
             continue;
         }
         let status = std::fs::read_to_string(path.join("status")).unwrap();
         let line = status.lines().find(|line| line.starts_with("voluntary_ctxt_switches"));
-        total += line.and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok()).unwrap();
+        total += line
+            .and_then(|line| line.split_whitespace().nth(1)?.parse::<u64>().ok())
+            .unwrap();
     }
     total
 }

@@ -1,4 +1,6 @@
 //! Transfers of many sizes and shapes arrive byte for byte, and nothing else changes.
+// Helpers of tests unwrap as tests do.
+#![allow(clippy::unwrap_used)]
 
 mod support;
 
@@ -43,7 +45,7 @@ fn push_and_check(
     let message = arrival.wait(PATIENCE).unwrap_or_else(|| {
         let progress = pair.b.slots.progress(slot.0, slot.1);
         let lost = (pair.log_a.lost(), pair.log_b.lost());
-panic!("no arrival: {progress:?} {lost:?}")
+        panic!("no arrival: {progress:?} {lost:?}")
     });
     pair.log_a.arrived(id);
     pair.link_a.forget(id);
@@ -93,7 +95,13 @@ fn sizes_and_shapes(world: &World) {
     for (id, (count, length)) in shapes.into_iter().enumerate() {
         let from = random_pieces(id as u64 * 2 + 1, pool, count, length);
         let to = random_pieces(id as u64 * 2 + 2, pool, count, length);
-        push_and_check(&pair, id as u64, (&source, Arc::new(from)), (&destination, Arc::new(to)), |push| push);
+        push_and_check(
+            &pair,
+            id as u64,
+            (&source, Arc::new(from)),
+            (&destination, Arc::new(to)),
+            |push| push,
+        );
     }
     // Nothing at all arrives too.
     let nothing = || {
@@ -103,7 +111,9 @@ fn sizes_and_shapes(world: &World) {
             length: 1,
         })
     };
-    push_and_check(&pair, 1000, (&source, nothing()), (&destination, nothing()), |push| push);
+    push_and_check(&pair, 1000, (&source, nothing()), (&destination, nothing()), |push| {
+        push
+    });
     assert_eq!(pair.log_a.lost().len() + pair.log_b.lost().len(), 0);
 }
 
@@ -114,13 +124,20 @@ fn random_segments_over_several_regions(world: &World) {
     });
     let mut rng = Rng::new(11);
     for id in 0..12 {
-        let regions = |sizes: [u64; 3]| -> Arc<[Arc<Region>]> { sizes.iter().map(|size| world.region(*size)).collect() };
+        let regions =
+            |sizes: [u64; 3]| -> Arc<[Arc<Region>]> { sizes.iter().map(|size| world.region(*size)).collect() };
         let source = regions([700_000, 300_000, 1]);
         let destination = regions([1_000_000, 5000, 400_000]);
         let total = 1 + rng.below(900_000);
         let from = Scattered(cut(&mut rng, &source, total));
         let to = Scattered(cut(&mut rng, &destination, total));
-        push_and_check(&pair, id, (&source, Arc::new(from)), (&destination, Arc::new(to)), |push| push);
+        push_and_check(
+            &pair,
+            id,
+            (&source, Arc::new(from)),
+            (&destination, Arc::new(to)),
+            |push| push,
+        );
     }
 }
 
@@ -155,7 +172,12 @@ fn many_transfers_both_ways_at_once(world: &World) {
     let pair = world.pair(TcpConfig::default());
     let (count, length) = (60, 30_000);
     let pool = 4 << 20;
-    let regions = [world.regions(pool), world.regions(pool), world.regions(pool), world.regions(pool)];
+    let regions = [
+        world.regions(pool),
+        world.regions(pool),
+        world.regions(pool),
+        world.regions(pool),
+    ];
     let mut waiting = Vec::new();
     for way in 0..2 {
         let (source, destination) = (&regions[way], &regions[way + 2]);
@@ -172,7 +194,11 @@ fn many_transfers_both_ways_at_once(world: &World) {
             let (from, to) = (piece(&from), piece(&to));
             let bytes = pattern((way * 1000 + index) as u64, length as usize);
             write_stream(source, &*from, &bytes);
-            let (node, link) = if way == 0 { (&pair.b, &pair.link_a) } else { (&pair.a, &pair.link_b) };
+            let (node, link) = if way == 0 {
+                (&pair.b, &pair.link_a)
+            } else {
+                (&pair.a, &pair.link_b)
+            };
             let arrival = Arc::new(Arrival::default());
             let slot = node.grant(to.clone(), destination, Some(arrival.clone()));
             let (id, _gate) = Push::new(index as u64, slot, source, from).submit(link);
@@ -233,7 +259,10 @@ fn parts_stream_in_any_order(world: &World) {
             extent,
             stream,
         };
-        assert!(arrival.wait(Duration::from_millis(5)).is_none(), "not before the last part");
+        assert!(
+            arrival.wait(Duration::from_millis(5)).is_none(),
+            "not before the last part"
+        );
         pair.link_a.add_part(push.id, part);
     }
     arrival.wait(PATIENCE).expect("the arrival");
@@ -283,7 +312,51 @@ fn spinning_threads_move_the_same_bytes() {
     let (source, destination) = (host(1 << 20), host(1 << 20));
     for id in 0..20 {
         let piece = |seed| Arc::new(random_pieces(seed, 1 << 20, 3, 4096));
-        push_and_check(&pair, id, (&source, piece(id + 1)), (&destination, piece(id + 99)), |push| push.message(b"x"));
+        push_and_check(
+            &pair,
+            id,
+            (&source, piece(id + 1)),
+            (&destination, piece(id + 99)),
+            |push| push.message(b"x"),
+        );
+    }
+}
+
+/// Submitting threads and data threads contend for the lanes, in both directions: nobody is left waiting.
+#[test]
+fn small_transfers_from_many_threads_all_arrive() {
+    for data_threads in [1, 2] {
+        let pair = Pair::new(TcpConfig {
+            data_threads,
+            ..TcpConfig::default()
+        })
+        .up();
+        let (source, destination) = (host(1 << 20), host(1 << 20));
+        std::thread::scope(|scope| {
+            for thread in 0..4u64 {
+                let (pair, source, destination) = (&pair, &source, &destination);
+                scope.spawn(move || {
+                    let (node, link, log) = if thread % 2 == 0 {
+                        (&pair.b, &pair.link_a, &pair.log_a)
+                    } else {
+                        (&pair.a, &pair.link_b, &pair.log_b)
+                    };
+                    for round in 0..300 {
+                        let piece = || Arc::new(random_pieces(thread + 1, 1 << 20, 1, 4096));
+                        let arrival = Arc::new(Arrival::default());
+                        let slot = node.grant(piece(), destination, Some(arrival.clone()));
+                        let push =
+                            Push::new(thread * 1000 + round, slot, source, piece()).message(&round.to_le_bytes());
+                        let (id, _gate) = push.submit(link);
+                        let message = arrival.wait(PATIENCE).expect("the arrival");
+                        assert_eq!(message.as_deref(), Some(&round.to_le_bytes()[..]));
+                        if round % 50 == 0 {
+                            log.arrived(id);
+                        }
+                    }
+                });
+            }
+        });
     }
 }
 
@@ -299,7 +372,9 @@ fn counters_add_up() {
         let counters = node.transport.counters();
         counters
             .iter()
-            .filter(|counter| counter.name == "rail_bytes_total" && counter.labels.contains(&("direction", direction.into())))
+            .filter(|counter| {
+                counter.name == "rail_bytes_total" && counter.labels.contains(&("direction", direction.into()))
+            })
             .map(|counter| counter.value)
             .sum()
     };
@@ -314,7 +389,9 @@ fn a_transfer_that_waits_for_its_lanes_goes_when_they_are_up() {
     let (source, destination) = (host(1 << 20), host(1 << 20));
     let piece = || Arc::new(random_pieces(1, 1 << 20, 5, 4096));
     push_and_check(&pair, 0, (&source, piece()), (&destination, piece()), |push| push);
-    pair.log_a.wait("drain", |event| matches!(event, LinkEvent::Send(SendEvent::Arrived(_))).then_some(()));
+    pair.log_a.wait("drain", |event| {
+        matches!(event, LinkEvent::Send(SendEvent::Arrived(_))).then_some(())
+    });
 }
 
 proptest! {

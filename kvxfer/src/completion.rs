@@ -13,6 +13,8 @@ use parking_lot::{Condvar, Mutex};
 use kvxfer_core::error::Destination;
 use kvxfer_core::{Error, ErrorKind, Result};
 
+use crate::control::Reports;
+
 /// The end of a handle, as soon as it is known. Sticky: once there, it stays, for every view of it.
 ///
 /// [`poll`](Self::poll), [`wait`](Self::wait) and `.await` are views of the same thing and can be mixed. Nothing
@@ -25,6 +27,9 @@ impl<T: Clone> Completion<T> {
     /// The result, if the handle has ended.
     pub fn poll(&self) -> Option<Result<T>> {
         if !self.is_done() {
+            if let Some(reports) = &self.cell.reports {
+                reports.nudge();
+            }
             return None;
         }
         self.cell.inner.lock().result.clone()
@@ -57,9 +62,13 @@ impl<T: Clone> Completion<T> {
         // A timeout too long for the clock is "for ever", which no caller lives to see.
         let deadline = Instant::now().checked_add(timeout);
         let mut inner = self.cell.inner.lock();
+        let mut waiting = None;
         loop {
             if let Some(result) = &inner.result {
                 return Some(result.clone());
+            }
+            if waiting.is_none() {
+                waiting = self.cell.reports.as_ref().map(Waiting::new);
             }
             match deadline {
                 Some(deadline) => {
@@ -77,6 +86,7 @@ impl<T: Clone> Completion<T> {
         CompletionFuture {
             cell: Arc::clone(&self.cell),
             key: None,
+            waiting: None,
         }
     }
 }
@@ -88,8 +98,10 @@ impl<T> Completion<T> {
     }
 
     /// An open completion and the side that ends it.
-    pub(crate) fn new() -> (Completion<T>, Completer<T>) {
+    /// With `reports`, waiting for it hurries the control plane along.
+    pub(crate) fn new(reports: Option<Arc<Reports>>) -> (Completion<T>, Completer<T>) {
         let cell = Arc::new(Cell {
+            reports,
             done: AtomicBool::new(false),
             inner: Mutex::new(Inner {
                 result: None,
@@ -141,6 +153,23 @@ pub struct CompletionFuture<T> {
     cell: Arc<Cell<T>>,
     /// This future's place among the wakers, once it has been polled.
     key: Option<u64>,
+    waiting: Option<Waiting>,
+}
+
+/// Somebody waits for a transfer, as long as this lives.
+pub(crate) struct Waiting(Arc<Reports>);
+
+impl Waiting {
+    pub(crate) fn new(reports: &Arc<Reports>) -> Waiting {
+        reports.waits();
+        Waiting(Arc::clone(reports))
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        self.0.waits_no_more();
+    }
 }
 
 impl<T: Clone> Future for CompletionFuture<T> {
@@ -150,7 +179,11 @@ impl<T: Clone> Future for CompletionFuture<T> {
         let cell = Arc::clone(&self.cell);
         let mut inner = cell.inner.lock();
         if let Some(result) = &inner.result {
+            self.waiting = None;
             return Poll::Ready(result.clone());
+        }
+        if self.waiting.is_none() {
+            self.waiting = cell.reports.as_ref().map(Waiting::new);
         }
         let key = match self.key {
             Some(key) => key,
@@ -231,6 +264,7 @@ impl Wakers {
 }
 
 struct Cell<T> {
+    reports: Option<Arc<Reports>>,
     done: AtomicBool,
     inner: Mutex<Inner<T>>,
     ended: Condvar,
@@ -258,7 +292,7 @@ mod tests {
 
     #[test]
     fn ends_once_and_stays() {
-        let (completion, completer) = Completion::new();
+        let (completion, completer) = Completion::new(None);
         assert!(completion.poll().is_none());
         completer.complete(Ok(7)).expect("was open").wake();
         assert!(completer.complete(Ok(8)).is_none());
@@ -268,7 +302,7 @@ mod tests {
 
     #[test]
     fn a_wait_that_times_out_says_that_the_blocks_are_not_free() {
-        let (completion, _completer) = Completion::<u32>::new();
+        let (completion, _completer) = Completion::<u32>::new(None);
         let error = completion.wait(Duration::from_millis(5)).unwrap_err();
         assert_eq!(error.kind(), ErrorKind::DeadlineExceeded);
         assert_eq!(error.destination(), Destination::Quarantined);
@@ -277,7 +311,7 @@ mod tests {
 
     #[test]
     fn every_future_is_woken_once_and_dropped_ones_are_forgotten() {
-        let (completion, completer) = Completion::new();
+        let (completion, completer) = Completion::new(None);
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let waker = Waker::from(Arc::clone(&count));
         let mut context = Context::from_waker(&waker);
@@ -295,7 +329,7 @@ mod tests {
 
     #[test]
     fn a_blocked_thread_is_released() {
-        let (completion, completer) = Completion::new();
+        let (completion, completer) = Completion::new(None);
         let waiting = std::thread::spawn(move || completion.wait(Duration::from_secs(20)));
         std::thread::sleep(Duration::from_millis(10));
         completer.complete(Ok(3)).expect("was open").wake();

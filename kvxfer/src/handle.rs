@@ -4,8 +4,8 @@
 //! its handle. Calls never block, except [`Offer::retract`], which waits a bounded time.
 
 use std::ops::{Bound, Range, RangeBounds};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvxfer_core::error::Destination;
@@ -16,8 +16,8 @@ use kvxfer_core::transport::Path;
 use kvxfer_core::wire::Grant;
 use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
 
-use crate::completion::{Completer, Completion, Wakers};
-use crate::control::{Shared, State};
+use crate::completion::{Completer, Completion, Waiting, Wakers};
+use crate::control::{Shared, State, seen_to};
 use crate::events::{EventQueue, EventSource};
 
 /// How an offer ended well: its blocks may be reused.
@@ -351,6 +351,8 @@ pub(crate) struct Entry {
     pub(crate) kind: HandleKind,
     pub(crate) sink: Sink,
     pub(crate) events: Option<Arc<EventSource>>,
+    /// An event is waited for as much as anything.
+    pub(crate) _waiting: Option<Waiting>,
     pub(crate) opened: Time,
 }
 
@@ -394,8 +396,15 @@ fn mismatch(outcome: &Outcome) -> Error {
 pub(crate) struct GrantWatcher {
     pub(crate) completer: Completer<Arrival>,
     pub(crate) bytes: u64,
-    /// The handle's number is known only once the grant is open, which may be after its first byte.
-    pub(crate) events: Option<(Arc<EventQueue>, Arc<EventSource>, Arc<std::sync::OnceLock<HandleId>>)>,
+    pub(crate) events: Option<GrantEvents>,
+}
+
+/// Where a grant's end is told.
+pub(crate) struct GrantEvents {
+    pub(crate) queue: Arc<EventQueue>,
+    pub(crate) source: Arc<EventSource>,
+    /// The handle's number, known only once the grant is open, which may be after its first byte.
+    pub(crate) id: Arc<OnceLock<HandleId>>,
 }
 
 impl SlotWatcher for GrantWatcher {
@@ -405,10 +414,11 @@ impl SlotWatcher for GrantWatcher {
             message,
         }));
         let Some(wakers) = wakers else { return };
-        if let Some((queue, source, id)) = &self.events
-            && let Some(id) = id.get()
+        seen_to();
+        if let Some(events) = &self.events
+            && let Some(id) = events.id.get()
         {
-            queue.ended(source, *id, None);
+            events.queue.ended(&events.source, *id, None);
         }
         wakers.wake();
     }

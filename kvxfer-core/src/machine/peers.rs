@@ -326,10 +326,13 @@ impl Machine {
         if peer.connection.is_some() && now >= peer.last_sent + heartbeat {
             self.send_heartbeat(now, incarnation);
         }
-        // Counted from what was said last, so that a busy session sends no heartbeats; never at once again.
-        let said = self.peers.get(&incarnation).map_or(now, |peer| peer.last_sent);
-        let next = (said + heartbeat).max(now + heartbeat / 4);
-        self.timers.set(TimerKey::Heartbeat(incarnation), next);
+        let next = self
+            .peers
+            .get(&incarnation)
+            .map_or(now, |peer| peer.last_sent.max(now.min(peer.last_sent + heartbeat)))
+            + heartbeat;
+        self.timers
+            .set(TimerKey::Heartbeat(incarnation), next.max(now + heartbeat / 4));
     }
 
     pub(super) fn on_liveness_timer(&mut self, now: Time, incarnation: Incarnation) {
@@ -399,6 +402,7 @@ impl Machine {
             self.timers.clear(key);
         }
         self.end_handles_with(now, incarnation, &error, false);
+        // Also of a peer that was never reached: whoever connects ahead of time waits for this.
         self.actions.push_back(Action::Peer {
             peer: incarnation,
             change: PeerChange::Lost(error),

@@ -1,5 +1,5 @@
 //! What the flow tests share: a target of layers and tokens without a pool, and its streams.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::sync::Arc;
 

@@ -1,5 +1,5 @@
 //! Who goes first on a link: lanes of a fixed rate in virtual time.
-#![allow(unreachable_pub)]
+#![allow(unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::Arc;

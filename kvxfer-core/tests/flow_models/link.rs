@@ -1,6 +1,6 @@
 //! A link in small steps: one [`LinkSender`], lanes that lose, stall and reorder against each other, and the peer's
 //! [`SlotTable`]. After each step the data plane's promises are checked against what was really sent and placed.
-#![allow(unreachable_pub)]
+#![allow(unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::Arc;

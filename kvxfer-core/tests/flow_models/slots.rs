@@ -1,5 +1,5 @@
 //! A model of the slot table: what each operation must answer, kept as plain sets of bytes.
-#![allow(unreachable_pub)]
+#![allow(unreachable_pub, clippy::unwrap_used)]
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;

@@ -1,5 +1,5 @@
 //! What the wire tests share: one value of everything that crosses the wire, and strategies for any of them.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 

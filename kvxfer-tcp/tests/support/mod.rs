@@ -1,12 +1,12 @@
 //! Two endpoints without a control plane: transports, slot tables, listeners, and a relay that carries fences.
 // Each test binary uses a part of it.
-#![allow(dead_code, clippy::print_stdout)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::io::{Read, Write};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc;
-use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -183,7 +183,9 @@ pub struct Log {
 
 impl LinkWatcher for Log {
     fn link_event(&self, _peer: Incarnation, event: LinkEvent) {
-        if let Some(relay) = &*self.relay.lock() {
+        if matches!(event, LinkEvent::LaneLost { .. } | LinkEvent::LaneFenced { .. })
+            && let Some(relay) = &*self.relay.lock()
+        {
             let _ = relay.send(event.clone());
         }
         self.events.lock().push(event);
@@ -317,7 +319,13 @@ impl Node {
     ) -> (SlotId, Generation) {
         let watcher = watcher.map(|watcher| watcher as Arc<dyn SlotWatcher>);
         self.slots
-            .open_target(Box::new(StreamTarget { stream }), regions.clone(), None, PoolId(0), watcher)
+            .open_target(
+                Box::new(StreamTarget { stream }),
+                regions.clone(),
+                None,
+                PoolId(0),
+                watcher,
+            )
             .unwrap()
     }
 }
@@ -364,7 +372,12 @@ impl Pair {
     }
 
     /// `via` is where `a` dials instead of `b` itself.
-    pub fn with(config_a: TcpConfig, config_b: TcpConfig, ip: IpAddr, via: Option<&dyn Fn(SocketAddr) -> SocketAddr>) -> Pair {
+    pub fn with(
+        config_a: TcpConfig,
+        config_b: TcpConfig,
+        ip: IpAddr,
+        via: Option<&dyn Fn(SocketAddr) -> SocketAddr>,
+    ) -> Pair {
         let a = Node::new(0xa, config_a, ip);
         let b = Node::new(0xb, config_b, ip);
         Pair::between(a, b, via, TOKEN)
@@ -396,8 +409,10 @@ impl Pair {
     }
 
     pub fn up(self) -> Pair {
-        self.log_a.wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
-        self.log_b.wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
+        self.log_a
+            .wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
+        self.log_b
+            .wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
         self
     }
 }
@@ -510,7 +525,9 @@ pub fn write_stream(regions: &[Arc<Region>], stream: &dyn ByteStream, bytes: &[u
     let mut at = 0;
     for segment in segments {
         let end = at + segment.length as usize;
-        regions[segment.region as usize].copy_in(segment.offset, &bytes[at..end]).unwrap();
+        regions[segment.region as usize]
+            .copy_in(segment.offset, &bytes[at..end])
+            .unwrap();
         at = end;
     }
     assert_eq!(at, bytes.len());
@@ -524,7 +541,9 @@ pub fn read_stream(regions: &[Arc<Region>], stream: &dyn ByteStream) -> Vec<u8> 
     let mut at = 0;
     for segment in segments {
         let end = at + segment.length as usize;
-        regions[segment.region as usize].copy_out(segment.offset, &mut bytes[at..end]).unwrap();
+        regions[segment.region as usize]
+            .copy_out(segment.offset, &mut bytes[at..end])
+            .unwrap();
         at = end;
     }
     bytes
@@ -537,7 +556,9 @@ pub fn random_pieces(seed: u64, pool: u64, count: usize, length: u64) -> Pieces 
     let mut order: Vec<u64> = (0..slots as u64).collect();
     let mut state = seed | 1;
     for index in (1..slots).rev() {
-        state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
         order.swap(index, ((state >> 33) % (index as u64 + 1)) as usize);
     }
     Pieces {
@@ -648,12 +669,15 @@ impl Proxy {
                 if state.stopping.load(Ordering::SeqCst) {
                     return;
                 }
-                let (Ok(client), Ok(server)) = (stream, TcpStream::connect(target)) else { continue };
+                let (Ok(client), Ok(server)) = (stream, TcpStream::connect(target)) else {
+                    continue;
+                };
                 let _ = (client.set_nodelay(true), server.set_nodelay(true));
                 let mut connections = state.connections.lock();
                 connections.push((client.try_clone().unwrap(), server.try_clone().unwrap()));
                 drop(connections);
-                let (client2, server2, state2) = (client.try_clone().unwrap(), server.try_clone().unwrap(), state.clone());
+                let (client2, server2, state2) =
+                    (client.try_clone().unwrap(), server.try_clone().unwrap(), state.clone());
                 std::thread::spawn(move || state2.carry(client, server, true));
                 let state2 = state.clone();
                 std::thread::spawn(move || state2.carry(server2, client2, false));
@@ -714,7 +738,10 @@ impl ProxyState {
             while sent < length {
                 let mut step = length - sent;
                 if counted {
-                    let left = self.allowance.load(Ordering::SeqCst).saturating_sub(self.passed.load(Ordering::SeqCst));
+                    let left = self
+                        .allowance
+                        .load(Ordering::SeqCst)
+                        .saturating_sub(self.passed.load(Ordering::SeqCst));
                     if left == 0 {
                         if self.stopping.load(Ordering::SeqCst) {
                             return;

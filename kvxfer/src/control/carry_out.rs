@@ -11,7 +11,7 @@ use crate::completion::Wakers;
 use crate::events::EventSource;
 use crate::handle::Entry;
 
-use super::reports::Watcher;
+use super::reports::{LAZY, Watcher};
 use super::{Connection, LinkEntry, Shared, State, dial};
 
 /// What has to wait until the lock is released.
@@ -48,11 +48,16 @@ impl After {
     }
 }
 
+fn now_lazy() -> Time {
+    clock::now() + LAZY
+}
+
 impl Shared {
     pub(super) fn carry_out(self: &Arc<Self>, state: &mut State, after: &mut After) {
         while let Some(action) = state.machine.poll_action() {
             self.one(state, after, action);
         }
+        after.progress |= std::mem::take(&mut state.progress);
         if after.progress && !state.orphans.is_empty() {
             let now = clock::now();
             let State { orphans, machine, .. } = state;
@@ -67,6 +72,10 @@ impl Shared {
         {
             self.timer.set(next);
             state.armed = Some(next);
+            // The same timer may just have been set for these.
+            if self.reports.has_lazy() {
+                self.timer.set(next.min(now_lazy()));
+            }
         }
     }
 

@@ -38,8 +38,9 @@ use crate::transports::Transports;
 use carry_out::After;
 pub(crate) use connection::Connection;
 pub(crate) use listen::{Listeners, bind, preference};
-pub(crate) use reports::{Report, Reports};
-pub(crate) use timer::Timer;
+use reports::Report;
+pub(crate) use reports::{Reports, seen_to};
+use timer::Timer;
 
 /// Reports handled with the lock held once; more wait a turn, so that application threads get in between.
 const REPORTS_PER_TURN: usize = 256;
@@ -80,6 +81,8 @@ pub(crate) struct State {
     next_link: u64,
     /// When the timer is set to fire.
     armed: Option<Time>,
+    /// Something happened that somebody may wait for in [`Shared::wait_for`].
+    progress: bool,
     pub(crate) phase: Phase,
 }
 
@@ -139,6 +142,7 @@ pub(crate) struct Parts {
 
 impl Shared {
     pub(crate) fn new(parts: Parts) -> Result<Arc<Shared>> {
+        let timer = Timer::new()?;
         Ok(Arc::new(Shared {
             name: parts.name,
             incarnation: parts.incarnation,
@@ -147,7 +151,7 @@ impl Shared {
             transports: parts.transports,
             events: EventQueue::new()?,
             metrics: Arc::new(Metrics::new()),
-            reports: Reports::new(),
+            reports: Reports::new(timer.clone()),
             state: Mutex::new(State {
                 machine: parts.machine,
                 handles: HashMap::new(),
@@ -159,10 +163,11 @@ impl Shared {
                 next_accepted: ACCEPTED_FROM,
                 next_link: 0,
                 armed: None,
+                progress: false,
                 phase: Phase::Open,
             }),
             progress: Condvar::new(),
-            timer: Timer::new()?,
+            timer,
             runtime: parts.runtime,
             stop: watch::Sender::new(false),
         }))
@@ -374,7 +379,10 @@ impl State {
             // The peer's present link, or one that is being closed.
             Some(entry) if entry.number == report.link => {
                 match &report.event {
-                    LinkEvent::Up => entry.up = true,
+                    LinkEvent::Up => {
+                        entry.up = true;
+                        self.progress = true;
+                    }
                     LinkEvent::Closed => {
                         self.links.remove(&report.peer);
                     }

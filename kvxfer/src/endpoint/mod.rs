@@ -17,7 +17,7 @@ use kvxfer_core::plan::Target;
 use kvxfer_core::wire::{Access, EndpointAddress, Grant};
 use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
 
-use crate::completion::{Completer, Completion};
+use crate::completion::{Completer, Completion, Waiting};
 use crate::config::Config;
 use crate::control::{PeerState, Phase, Shared, State, closed};
 use crate::events::Events;
@@ -320,8 +320,10 @@ impl Endpoint {
         decide: impl FnOnce(&mut State, Time) -> Result<HandleId>,
     ) -> Result<Core<T>> {
         let shared = &self.shared;
-        let (completion, completer) = Completion::new();
+        let hurries = matches!(kind, HandleKind::Push).then(|| Arc::clone(&shared.reports));
+        let (completion, completer) = Completion::new(hurries.clone());
         let source = events.map(|data| shared.events.reserve(data));
+        let waiting = source.as_ref().and(hurries.as_ref()).map(Waiting::new);
         let reserved = source.is_some();
         let opened = shared.begin(|state, now| {
             let id = decide(state, now)?;
@@ -329,6 +331,7 @@ impl Endpoint {
                 kind,
                 sink: sink(completer),
                 events: source,
+                _waiting: waiting,
                 opened: now,
             };
             state.handles.insert(id, entry);

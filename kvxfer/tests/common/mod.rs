@@ -39,11 +39,7 @@ pub fn endpoint(name: &str) -> Endpoint {
 }
 
 pub fn endpoint_with(name: &str, config: Config) -> Endpoint {
-    Endpoint::builder()
-        .config(config)
-        .name(name)
-        .build()
-        .unwrap()
+    Endpoint::builder().config(config).name(name).build().unwrap()
 }
 
 /// A small model with 8 kv heads: one rank's pool.

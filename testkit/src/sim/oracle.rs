@@ -392,6 +392,10 @@ impl World {
                     self.queue.push(until + DEATH_REPORTED, Event::Check(later));
                     return;
                 }
+                if self.node_of(incarnation).is_some_and(|node| !self.nodes[node].stalled) {
+                    // It has come back.
+                    return;
+                }
                 let node = &self.nodes[observer];
                 let watched = node.life == observer_life
                     && node.body.as_ref().is_some_and(|body| !body.closing)

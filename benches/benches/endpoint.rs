@@ -1,4 +1,5 @@
 //! Two endpoints in one process: the submitting call, and whole transfers on loopback.
+#![allow(clippy::unwrap_used, reason = "a benchmark that cannot run has nobody to report to")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

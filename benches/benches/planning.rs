@@ -1,4 +1,5 @@
 //! From block lists to segments: what a hand-over costs before the first byte moves.
+#![allow(clippy::unwrap_used, reason = "a benchmark that cannot run has nobody to report to")]
 
 use std::hint::black_box;
 use std::sync::Arc;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvxfer_bench::work::{Named, TOKENS_PER_BLOCK, Work, selection};
 use kvxfer_core::flow::PartExtent;
-use kvxfer_core::layout::{Arrangement, Model, PoolLayout};
+use kvxfer_core::layout::{Arrangement, HeadRange, Model, PoolLayout};
 use kvxfer_core::memory::Segment;
 use kvxfer_core::plan::{Scope, Target, source_stream};
 
@@ -27,7 +27,7 @@ fn target(layout: &PoolLayout, blocks: &[u32], heads: Option<(u32, u32)>) -> Arc
         selection: selection(layout, blocks),
         scope: Scope {
             layers: (0..layout.layers().len() as u16).collect(),
-            heads,
+            heads: heads.map(|(start, end)| vec![HeadRange { start, end }]),
         },
     })
 }

@@ -4,8 +4,8 @@
 //! its handle. Calls never block, except [`Offer::retract`], which waits a bounded time.
 
 use std::ops::{Bound, Range, RangeBounds};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use kvxfer_core::error::Destination;
@@ -396,8 +396,15 @@ fn mismatch(outcome: &Outcome) -> Error {
 pub(crate) struct GrantWatcher {
     pub(crate) completer: Completer<Arrival>,
     pub(crate) bytes: u64,
-    /// The handle's number is known only once the grant is open, which may be after its first byte.
-    pub(crate) events: Option<(Arc<EventQueue>, Arc<EventSource>, Arc<std::sync::OnceLock<HandleId>>)>,
+    pub(crate) events: Option<GrantEvents>,
+}
+
+/// Where a grant's end is told.
+pub(crate) struct GrantEvents {
+    pub(crate) queue: Arc<EventQueue>,
+    pub(crate) source: Arc<EventSource>,
+    /// The handle's number, known only once the grant is open, which may be after its first byte.
+    pub(crate) id: Arc<OnceLock<HandleId>>,
 }
 
 impl SlotWatcher for GrantWatcher {
@@ -408,10 +415,10 @@ impl SlotWatcher for GrantWatcher {
         }));
         let Some(wakers) = wakers else { return };
         seen_to();
-        if let Some((queue, source, id)) = &self.events
-            && let Some(id) = id.get()
+        if let Some(events) = &self.events
+            && let Some(id) = events.id.get()
         {
-            queue.ended(source, *id, None);
+            events.queue.ended(&events.source, *id, None);
         }
         wakers.wake();
     }

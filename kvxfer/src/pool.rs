@@ -1,11 +1,12 @@
 //! Pools: registered memory with a layout.
 
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
 use parking_lot::Mutex;
 
 use kvxfer_core::layout::{BlockId, PoolLayout};
+use kvxfer_core::machine::HandleId;
 use kvxfer_core::memory::Region;
 use kvxfer_core::plan::Target;
 use kvxfer_core::wire::Access;
@@ -13,7 +14,7 @@ use kvxfer_core::{Error, ErrorKind, PoolId, Result};
 
 use crate::completion::Completion;
 use crate::control::{Shared, State};
-use crate::handle::{Core, Entry, GrantHandle, GrantWatcher, HandleKind, Sink};
+use crate::handle::{Core, Entry, GrantEvents, GrantHandle, GrantWatcher, HandleKind, Sink};
 use crate::options::GrantOptions;
 
 /// What peers may do with a pool.
@@ -196,14 +197,15 @@ impl Pool {
         let bytes = target.bytes(&inner.layout)?;
         let (completion, completer) = Completion::new(None);
         let events = options.events.map(|data| shared.events.reserve(data));
-        let id_cell = events.as_ref().map(|_| Arc::default());
+        let told_id: Option<Arc<OnceLock<HandleId>>> = events.as_ref().map(|_| Arc::default());
         let watcher = GrantWatcher {
             completer: completer.clone(),
             bytes,
-            events: match (&events, &id_cell) {
-                (Some(source), Some(id)) => Some((Arc::clone(&shared.events), Arc::clone(source), Arc::clone(id))),
-                _ => None,
-            },
+            events: events.as_ref().zip(told_id.as_ref()).map(|(source, id)| GrantEvents {
+                queue: Arc::clone(&shared.events),
+                source: Arc::clone(source),
+                id: Arc::clone(id),
+            }),
         };
         // Only a write ends at the last byte; a read ends when its reader has had it validated.
         let watcher = match access {
@@ -213,8 +215,8 @@ impl Pool {
         let opened = shared.begin(|state: &mut State, now| {
             let options = options.machine();
             let (id, grant) = state.machine.grant(now, pool, access, target, options, watcher)?;
-            if let Some(cell) = &id_cell {
-                let _ = cell.set(id);
+            if let Some(told) = &told_id {
+                let _ = told.set(id);
             }
             state.handles.insert(
                 id,

@@ -410,8 +410,11 @@ impl World {
             return;
         };
         let from = self.links[link].peer.incarnation;
-        let states: Vec<(ChunkName, ChunkState)> =
-            chunks.iter().copied().zip(body.slots.chunk_states(from, chunks)).collect();
+        let states: Vec<(ChunkName, ChunkState)> = chunks
+            .iter()
+            .copied()
+            .zip(body.slots.chunk_states(from, chunks))
+            .collect();
         for (_, state) in &states {
             match state {
                 ChunkState::Applied | ChunkState::Arrived => self.coverage.reach(Point::InDoubtApplied),

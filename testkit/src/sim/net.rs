@@ -325,7 +325,10 @@ impl World {
         self.trace(|| format!("connection {index} breaks"));
         // A connection that dies unnoticed is replaced by the side that noticed. If two in a row do, one at each side,
         // only liveness is left: where all must arrive, that is spared.
-        let (a, b) = (self.connections[index].ends[0].node, self.connections[index].ends[1].node);
+        let (a, b) = (
+            self.connections[index].ends[0].node,
+            self.connections[index].ends[1].node,
+        );
         let first = self.oracle.half_opened.insert((a.min(b), a.max(b)));
         let unnoticed = if self.rng.percent(15) && (first || !self.profile.must_arrive()) {
             Some(self.rng.below(2) as usize)

@@ -23,44 +23,16 @@ const RETRIES_MAX: u32 = 60;
 /// What an application does at a time.
 #[derive(Debug)]
 pub(crate) enum AppEvent {
-    OpenOffer {
-        request: usize,
-        source: usize,
-        tries: u32,
-    },
-    OfferStep {
-        serial: Serial,
-        step: usize,
-        tries: u32,
-    },
-    OpenClaim {
-        request: usize,
-        set: usize,
-        member: usize,
-    },
-    FillClaim {
-        serial: Serial,
-        tries: u32,
-    },
-    EndEarly {
-        serial: Serial,
-        how: Early,
-    },
-    Release {
-        serial: Serial,
-    },
-    OpenGrant {
-        raw: usize,
-    },
-    UseGrant {
-        raw: usize,
-        grant: Box<Grant>,
-        tries: u32,
-    },
+    OpenOffer { request: usize, source: usize, tries: u32 },
+    OfferStep { serial: Serial, step: usize, tries: u32 },
+    OpenClaim { request: usize, set: usize, member: usize },
+    FillClaim { serial: Serial, tries: u32 },
+    EndEarly { serial: Serial, how: Early },
+    Release { serial: Serial },
+    OpenGrant { raw: usize },
+    UseGrant { raw: usize, grant: Box<Grant>, tries: u32 },
     AddPool,
-    RemovePool {
-        tries: u32,
-    },
+    RemovePool { tries: u32 },
     Drain,
 }
 
@@ -268,11 +240,7 @@ impl World {
             AppEvent::EndEarly { serial, how } => self.end_early(node, serial, how),
             AppEvent::Release { serial } => self.release_after_use(serial),
             AppEvent::OpenGrant { raw } => self.open_grant(node, raw),
-            AppEvent::UseGrant {
-                raw,
-                grant,
-                tries,
-            } => self.use_grant(node, raw, *grant, tries),
+            AppEvent::UseGrant { raw, grant, tries } => self.use_grant(node, raw, *grant, tries),
             AppEvent::AddPool => self.add_pool(node),
             AppEvent::RemovePool { tries } => self.remove_pool(node, tries),
             AppEvent::Drain => self.drain(node),

@@ -219,7 +219,7 @@ fn run_plays_ping_pong() {
     ]);
     let row: serde_json::Value = serde_json::from_str(said.lines().next().unwrap()).unwrap();
     assert_eq!(field(&row, "verified"), true);
-    assert_eq!(field(&row, "reps"), 256);
+    assert_eq!(field(&row, "reps"), 2048);
     assert!(field(&row, "p50_us").as_f64().unwrap() > 1.0);
 }
 

@@ -79,12 +79,15 @@ impl Shape {
                 PoolLayout::opaque(block_bytes, self.blocks)?
             }
         };
-        // The baseline moves the same bytes only if both agree on where blocks are.
-        let same = layout.planes().len() == self.planes as usize
-            && (0..self.planes).all(|plane| {
-                let last = self.blocks - 1;
-                layout.plane_offset(plane as usize, last).ok() == Some((0, self.offset(plane, last)))
-            });
+        // The baseline moves the same bytes only if both agree on where blocks are; in which order planes are declared is
+        // no matter, because the same blocks are taken of all of them.
+        let last = self.blocks.saturating_sub(1);
+        let mut found: Vec<_> = (0..layout.planes().len())
+            .map(|plane| layout.plane_offset(plane, last).ok())
+            .collect();
+        found.sort_unstable();
+        let expected = (0..self.planes).map(|plane| Some((0, self.offset(plane, last))));
+        let same = found.len() == self.planes as usize && found.into_iter().eq(expected);
         if same {
             Ok(layout)
         } else {

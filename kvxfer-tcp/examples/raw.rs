@@ -214,19 +214,28 @@ fn ping_pong(pair: &Pair, buffer: usize) {
             node.grant(piece(), &regions[index % 2], Some(arrivals[index].clone()))
         })
         .collect();
+    let pushes = |base: u64, odd: usize| -> Vec<Push> {
+        (0..rounds)
+            .map(|index| {
+                Push::new(base + index as u64, slots[2 * index + odd], &regions[odd], piece()).message(b"ball")
+            })
+            .collect()
+    };
+    let (pings, pongs) = (pushes(1_000_000, 0), pushes(2_000_000, 1));
     let mut of_link = Vec::new();
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            for index in 0..rounds {
+            for (index, pong) in pongs.into_iter().enumerate() {
                 arrivals[2 * index].wait(PATIENCE).expect("the ping");
-                let push = Push::new(1_000_000 + index as u64, slots[2 * index + 1], &regions[1], piece());
-                push.message(b"pong").submit(&pair.link_b);
+                let (id, _gate) = pong.submit(&pair.link_b);
+                if id.0 % 64 == 0 {
+                    (id.0 - 64..id.0).for_each(|id| pair.link_b.forget(kvxfer_core::flow::TransferId(id)));
+                }
             }
         });
-        for index in 0..rounds {
+        for (index, ping) in pings.into_iter().enumerate() {
             let start = Instant::now();
-            let push = Push::new(2_000_000 + index as u64, slots[2 * index], &regions[0], piece());
-            push.message(b"ping").submit(&pair.link_a);
+            ping.submit(&pair.link_a);
             arrivals[2 * index + 1].wait(PATIENCE).expect("the pong");
             of_link.push(start.elapsed().as_secs_f64());
         }

@@ -135,20 +135,24 @@ impl LinkCore {
             let Some(mut writer) = lane.writer.try_lock() else {
                 continue;
             };
-            if !writer.idle() {
-                continue;
-            }
-            let sent = writer.send(self, lane.index, sys::now());
-            let clean = matches!(sent, Ok(Sent::All)) && !writer.gate_fenced && !writer.settled;
-            if let Err(error) = sent {
-                writer.failed = Some(error);
+            let idle = writer.idle();
+            let mut clean = false;
+            if idle {
+                let sent = writer.send(self, lane.index, sys::now());
+                clean = matches!(sent, Ok(Sent::All)) && !writer.gate_fenced && !writer.settled;
+                if let Err(error) = sent {
+                    writer.failed = Some(error);
+                }
             }
             drop(writer);
-            // Events, errors and the rest are the data thread's.
-            if !clean || lane.writer_wanted.swap(false, Ordering::SeqCst) {
+            // The lane's thread may have wanted the writer meanwhile; and events, errors and the rest are its to handle.
+            let wanted = lane.writer_wanted.swap(false, Ordering::SeqCst);
+            if wanted || (idle && !clean) {
                 self.kick(lane);
             }
-            return clean;
+            if idle {
+                return clean;
+            }
         }
         false
     }

@@ -322,6 +322,44 @@ fn spinning_threads_move_the_same_bytes() {
     }
 }
 
+/// Submitting threads and data threads contend for the lanes, in both directions: nobody is left waiting.
+#[test]
+fn small_transfers_from_many_threads_all_arrive() {
+    for data_threads in [1, 2] {
+        let pair = Pair::new(TcpConfig {
+            data_threads,
+            ..TcpConfig::default()
+        })
+        .up();
+        let (source, destination) = (host(1 << 20), host(1 << 20));
+        std::thread::scope(|scope| {
+            for thread in 0..4u64 {
+                let (pair, source, destination) = (&pair, &source, &destination);
+                scope.spawn(move || {
+                    let (node, link, log) = if thread % 2 == 0 {
+                        (&pair.b, &pair.link_a, &pair.log_a)
+                    } else {
+                        (&pair.a, &pair.link_b, &pair.log_b)
+                    };
+                    for round in 0..300 {
+                        let piece = || Arc::new(random_pieces(thread + 1, 1 << 20, 1, 4096));
+                        let arrival = Arc::new(Arrival::default());
+                        let slot = node.grant(piece(), destination, Some(arrival.clone()));
+                        let push =
+                            Push::new(thread * 1000 + round, slot, source, piece()).message(&round.to_le_bytes());
+                        let (id, _gate) = push.submit(link);
+                        let message = arrival.wait(PATIENCE).expect("the arrival");
+                        assert_eq!(message.as_deref(), Some(&round.to_le_bytes()[..]));
+                        if round % 50 == 0 {
+                            log.arrived(id);
+                        }
+                    }
+                });
+            }
+        });
+    }
+}
+
 #[test]
 fn counters_add_up() {
     let pair = Pair::new(TcpConfig::default()).up();

@@ -168,7 +168,7 @@ impl Machine {
     }
 
     /// Closes a connection of which nothing good came.
-    fn give_up_connection(&mut self, now: Time, id: ConnectionId, why: Error) {
+    pub(super) fn give_up_connection(&mut self, now: Time, id: ConnectionId, why: Error) {
         if self.connections.contains_key(&id) {
             self.actions.push_back(Action::Disconnect { connection: id });
             self.on_disconnected(now, id, why);

@@ -367,9 +367,19 @@ impl Machine {
             };
             let error = lost(incarnation, &peer.name, why);
             self.end_peer(now, incarnation, error);
-        } else {
-            let at = peer.last_heard + liveness;
-            self.timers.set(TimerKey::Liveness(incarnation), at);
+            return;
+        }
+        let (suspect, lost) = (peer.last_heard + liveness / 2, peer.last_heard + liveness);
+        match peer.connection {
+            // Heartbeats are missing: the connection may be dead without our being told. A new one resumes the session.
+            Some(connection) if now >= suspect => {
+                self.timers.set(TimerKey::Liveness(incarnation), lost);
+                let why = Error::new(ErrorKind::Transport, "the session's connection")
+                    .because(format!("nothing was heard on it for {} ms", (liveness / 2).as_millis()));
+                self.give_up_connection(now, connection, why);
+            }
+            Some(_) => self.timers.set(TimerKey::Liveness(incarnation), suspect),
+            None => self.timers.set(TimerKey::Liveness(incarnation), lost),
         }
     }
 

@@ -1,4 +1,5 @@
 //! The control plane's machines, joined in memory: every message and every ending.
+#![allow(clippy::unwrap_used)] // The helpers of tests are tests.
 
 mod handoff;
 mod sessions;

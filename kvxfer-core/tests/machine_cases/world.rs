@@ -102,7 +102,7 @@ enum Event {
         node: usize,
         connection: ConnectionId,
     },
-    LinkEvent {
+    Link {
         node: usize,
         peer: Incarnation,
         event: LinkEvent,
@@ -264,7 +264,7 @@ impl World {
             let chunks = sender.lane_lost(lane);
             let error = Error::new(ErrorKind::Transport, "lane");
             let event = LinkEvent::LaneLost { lane, chunks, error };
-            self.push(self.now, Event::LinkEvent { node, peer, event });
+            self.push(self.now, Event::Link { node, peer, event });
             *self.lanes.get_mut(&(node, other)).unwrap() += 1;
             let up = self.lane(node, other);
             if self.nodes[other].links.contains_key(&self.nodes[node].incarnation) {
@@ -417,7 +417,7 @@ impl World {
                         let event = LinkEvent::Up;
                         self.push(
                             soon,
-                            Event::LinkEvent {
+                            Event::Link {
                                 node: from,
                                 peer,
                                 event,
@@ -434,7 +434,7 @@ impl World {
                 let event = LinkEvent::Closed;
                 self.push(
                     soon,
-                    Event::LinkEvent {
+                    Event::Link {
                         node: index,
                         peer,
                         event,
@@ -487,7 +487,7 @@ impl World {
                 let event = LinkEvent::LaneFenced { lane, chunks };
                 self.push(
                     now,
-                    Event::LinkEvent {
+                    Event::Link {
                         node: index,
                         peer,
                         event,
@@ -513,7 +513,7 @@ impl World {
                     self.events.push(Queued {
                         at: now,
                         sequence: self.sequence,
-                        event: Event::LinkEvent {
+                        event: Event::Link {
                             node: index,
                             peer,
                             event,
@@ -578,7 +578,7 @@ impl World {
                     self.nodes[node].machine.disconnected(now, connection, error);
                 }
             }
-            Event::LinkEvent { node, peer, event } => {
+            Event::Link { node, peer, event } => {
                 if self.nodes[node].alive {
                     self.nodes[node].machine.link_event(now, peer, event);
                 }
@@ -611,7 +611,7 @@ impl World {
                         slot: header.slot,
                         generation: header.generation,
                     };
-                    self.push(now, Event::LinkEvent { node: to, peer, event });
+                    self.push(now, Event::Link { node: to, peer, event });
                 }
                 let chunk = header.name();
                 self.push(

@@ -122,6 +122,8 @@ impl Machine {
         peer.connection = Some(id);
         peer.established = now;
         peer.last_heard = now;
+        self.timers
+            .set(TimerKey::Liveness(incarnation), now + self.config.liveness / 2);
         peer.last_error = None;
         peer.backoff = crate::machine::config::BACKOFF_FIRST;
         peer.name = hello.name.chars().take(256).collect();

@@ -1,5 +1,5 @@
 //! Submitting costs per block list, not per descriptor: counted by an allocator.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 

@@ -223,7 +223,7 @@ impl Named {
         })?;
         if self == Named::W5 {
             // 768 blocks per plane in 1 GiB, as in the comparison scripts: an engine's pool is not filled to the edge.
-            per_plane = (u128::from(pool_bytes) * 768 >> 30) as u32;
+            per_plane = ((u128::from(pool_bytes) * 768) >> 30) as u32;
         }
         let count = match self {
             Named::W1 => 1,

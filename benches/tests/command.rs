@@ -1,4 +1,5 @@
 //! The command as a user meets it: exit codes and words.
+#![allow(clippy::unwrap_used, reason = "a test fails by panicking")]
 
 use std::process::{Command, Output};
 

@@ -1,5 +1,5 @@
 //! The endpoint itself: start and stop, settings, strangers at the door, events, limits, metrics.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 

@@ -116,6 +116,7 @@ impl Endpoint {
         let core = self.open(HandleKind::Offer, options.events, Sink::Release, |state, now| {
             state.machine.offer(now, key.as_ref(), id, options.machine())
         })?;
+        tracing::debug!(handle = core.id().0, key = %shown(key.as_ref()), "offer opened");
         Ok(Offer::new(core, Arc::clone(&pool.inner.layout)))
     }
 
@@ -157,6 +158,7 @@ impl Endpoint {
                 .machine
                 .claim(now, key.as_ref(), id, sources, options.machine(own_set))
         })?;
+        tracing::debug!(handle = core.id().0, key = %shown(key.as_ref()), ?sources, "claim opened");
         Ok(Claim::new(core))
     }
 
@@ -177,6 +179,7 @@ impl Endpoint {
         let core = self.open(HandleKind::Push, options.events, Sink::Delivery, |state, now| {
             state.machine.push(now, id, source, grant, options.machine())
         })?;
+        tracing::debug!(handle = core.id().0, grant = %grant.name, "push opened");
         Ok(Transfer::new(core, grant.name.incarnation))
     }
 
@@ -197,6 +200,7 @@ impl Endpoint {
         let core = self.open(HandleKind::Pull, options.events, Sink::Delivery, |state, now| {
             state.machine.pull(now, grant, id, destination, options.machine())
         })?;
+        tracing::debug!(handle = core.id().0, grant = %grant.name, "pull opened");
         Ok(Transfer::new(core, grant.name.incarnation))
     }
 
@@ -359,6 +363,11 @@ impl std::fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Endpoint({} {:?})", self.name(), self.incarnation())
     }
+}
+
+/// A key in the log: text if it is, and not all of a long one.
+fn shown(key: &[u8]) -> impl std::fmt::Display + '_ {
+    key[..key.len().min(64)].escape_ascii()
 }
 
 /// A grant is for one direction only.

@@ -73,11 +73,9 @@ impl World {
         let late = self.now > deadline;
         let Some(target) = listening.filter(|_| !late && !self.rng.percent(self.profile.dial_failure_percent)) else {
             let quick = self.now + self.short_delay();
-            let at = if self.rng.percent(70) && !late {
-                quick
-            } else {
-                deadline.max(quick)
-            };
+            // One slow failure after another is as bad as a dead peer.
+            let refused = self.rng.percent(70) || self.profile.must_arrive();
+            let at = if refused && !late { quick } else { deadline.max(quick) };
             self.queue.push(at, Event::DialFails { node, life, connection });
             return;
         };

@@ -379,6 +379,23 @@ impl World {
                 incarnation,
                 since,
             } => {
+                // What was held up on the way still speaks for the dead when it comes through.
+                let apart = self.partitions.get(&(observer.min(dead), observer.max(dead)));
+                if let Some(until) = apart.copied().filter(|until| *until > since) {
+                    let later = Check::DeathReported {
+                        observer,
+                        observer_life,
+                        dead,
+                        incarnation,
+                        since: until,
+                    };
+                    self.queue.push(until + DEATH_REPORTED, Event::Check(later));
+                    return;
+                }
+                if self.node_of(incarnation).is_some_and(|node| !self.nodes[node].stalled) {
+                    // It has come back.
+                    return;
+                }
                 let node = &self.nodes[observer];
                 let watched = node.life == observer_life
                     && node.body.as_ref().is_some_and(|body| !body.closing)

@@ -252,7 +252,6 @@ pub struct Failure {
 
 /// Everything there is.
 pub(crate) struct World {
-    pub(crate) seed: u64,
     pub(crate) now: Time,
     pub(crate) rng: Rng,
     pub(crate) profile: Profile,

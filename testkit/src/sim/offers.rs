@@ -128,7 +128,7 @@ impl World {
                         let cut = 1 + self.rng.below(u64::from(layers) - 1) as u16;
                         vec![0..cut, cut..layers]
                     } else {
-                        Vec::from([0..layers])
+                        std::iter::once(0..layers).collect()
                     };
                     self.rng.shuffle(&mut cuts);
                     for layers in cuts {

@@ -201,7 +201,7 @@ impl World {
                     let record = &self.ledger[*owner as usize];
                     if *owner == 0
                         || !record.is_source()
-                        || ((record.ended.is_some() || record.released) && !record.quarantined)
+                        || (record.ended.is_some() && !record.quarantined)
                     {
                         trespass = Some(format!(
                             "node {node} reads bytes of region {region} at {start} for sending, which belong to {}",

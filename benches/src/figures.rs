@@ -210,12 +210,7 @@ fn speeds(arguments: &FiguresArgs, figures: &mut Figures) -> Result<()> {
         streams(figures, &work, push, raw, pull, push_over_raw)?;
     }
     let work = Named::W4.work(arguments.pool_bytes)?;
-    let plan = Plan {
-        reps: Some(arguments.reps.unwrap_or(15)),
-        warm: Some(2),
-        ..plan(arguments)
-    };
-    let measured = bench.measure(&work, &[Mover::Push, Mover::RawPut], &plan)?;
+    let measured = bench.measure(&work, &[Mover::Push, Mover::RawPut], &plan(arguments))?;
     let [push, raw] = measured.as_slice() else {
         return Err(Error::new(
             ErrorKind::Internal,

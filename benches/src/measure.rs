@@ -22,7 +22,9 @@ const CONNECT_MAX: Duration = Duration::from_secs(10);
 /// Clean repetitions below which disturbed ones are used too.
 const CLEAN_MIN: usize = 5;
 /// Round trips per grant exchange of the ping-pong.
-pub(crate) const PINGS_PER_BATCH: usize = 128;
+const PINGS_PER_BATCH: usize = 128;
+/// Grant exchanges per round: long enough that the scheduler settles on where the two threads run.
+const BATCHES_PER_ROUND: usize = 8;
 
 /// The target: a child of ours or a `serve` elsewhere.
 pub(crate) enum Other {
@@ -331,30 +333,42 @@ impl Bench {
             quiet.wait();
         }
         let selections = self.side.selections()?;
-        if !mover.is_kvxfer() {
-            let work = &selections.work;
-            let at = |block: u32| work.shape.offset(0, block);
-            let streams = self.streams.as_ref().ok_or_else(no_baseline)?;
-            // The pong comes from the target's last block into our source block, whose mark then changes.
-            let times = streams.ping(
-                at(work.source[0]),
-                at(work.destination[0]),
-                work.shape.block_bytes,
-                PINGS_PER_BATCH as u32,
-            )?;
-            return Ok(times.into_iter().map(|time| time.as_secs_f64()).collect());
+        let mut times = Vec::with_capacity(PINGS_PER_BATCH * BATCHES_PER_ROUND);
+        for _ in 0..BATCHES_PER_ROUND {
+            if mover.is_kvxfer() {
+                self.ping_batch(&selections, &mut times)?;
+            } else {
+                self.raw_ping_batch(&selections.work, &mut times)?;
+            }
         }
+        Ok(times)
+    }
+
+    fn raw_ping_batch(&self, work: &Work, times: &mut Vec<f64>) -> Result<()> {
+        let at = |block: u32| work.shape.offset(0, block);
+        let streams = self.streams.as_ref().ok_or_else(no_baseline)?;
+        // The pong comes from the target's last block into our source block, whose mark then changes.
+        let batch = streams.ping(
+            at(work.source[0]),
+            at(work.destination[0]),
+            work.shape.block_bytes,
+            PINGS_PER_BATCH as u32,
+        )?;
+        times.extend(batch.into_iter().map(|time| time.as_secs_f64()));
+        Ok(())
+    }
+
+    fn ping_batch(&mut self, selections: &Selections, times: &mut Vec<f64>) -> Result<()> {
         let handles = self.side.ping_grants(PINGS_PER_BATCH)?;
         let ours = handles.iter().map(|handle| handle.grant().clone()).collect();
         let theirs: Vec<kvxfer::Grant> = self.other.ask(&Request::PingGrants { theirs: ours })?;
         self.other.ask::<()>(&Request::Pong)?;
         let mut transfers = Vec::with_capacity(handles.len());
-        let mut times = Vec::with_capacity(handles.len());
         for (index, (handle, grant)) in handles.iter().zip(&theirs).enumerate() {
             let number = index as u64;
             let begun = Instant::now();
-            transfers.push(self.side.push_ping(&selections, index, number, grant)?);
-            let answer = self.side.await_ping(&selections, index, handle)?;
+            transfers.push(self.side.push_ping(selections, index, number, grant)?);
+            let answer = self.side.await_ping(selections, index, handle)?;
             times.push(begun.elapsed().as_secs_f64());
             if answer != number + raw::PONG_MARK {
                 return Err(Error::new(
@@ -366,8 +380,7 @@ impl Bench {
         for transfer in &transfers {
             transfer.done().wait(TRANSFER_MAX)?;
         }
-        self.other.answered::<()>()?;
-        Ok(times)
+        self.other.answered::<()>()
     }
 
     /// Checks every byte of each way's receiving pool, once, and notes it at all movers of that way.

@@ -1,5 +1,6 @@
 //! Connections from their first byte to a session that is ready: hello, refusal, simultaneous open, resumption.
 
+use std::collections::BTreeSet;
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -50,6 +51,7 @@ impl Machine {
                 token,
                 hello: None,
                 resumed: false,
+                pools_said: BTreeSet::new(),
                 began: now,
             },
         );
@@ -78,6 +80,7 @@ impl Machine {
                 token: 0,
                 hello: None,
                 resumed: false,
+                pools_said: BTreeSet::new(),
                 began: now,
             },
         );
@@ -98,10 +101,18 @@ impl Machine {
         connection.began = now;
         let (expects, token) = (connection.peer, connection.token);
         let hello = self.hello(expects, token);
+        self.note_pools_said(id);
         self.actions.push_back(Action::Send {
             connection: id,
             frame: Frame::Hello(Box::new(hello)),
         });
+    }
+
+    /// The pools that a hello on this connection has named.
+    fn note_pools_said(&mut self, id: ConnectionId) {
+        if let Some(connection) = self.connections.get_mut(&id) {
+            connection.pools_said = self.pools.keys().copied().collect();
+        }
     }
 
     /// A connection is gone, whoever closed it.
@@ -313,6 +324,7 @@ impl Machine {
         let (number, received) = known.map_or((0, 0), |session| (session.number, session.received));
         let resumed = known.is_some() && hello.resume.map(|resume| resume.session) == Some(number);
         let answer = self.hello(Some(hello.incarnation), 0);
+        self.note_pools_said(id);
         let Some(connection) = self.connections.get_mut(&id) else {
             return;
         };

@@ -143,6 +143,8 @@ struct Connection {
     hello: Option<Box<Hello>>,
     /// What this end said when it accepted.
     resumed: bool,
+    /// The pools that this end's hello has named: what came or went since is told when the session begins.
+    pools_said: BTreeSet<PoolId>,
     began: Time,
 }
 

@@ -202,7 +202,14 @@ mod mutants {
                         if seed >= limit {
                             return;
                         }
-                        if let Some(failure) = run_seed(seed, false).failure {
+                        let Some(failure) = run_seed(seed, false).failure else {
+                            continue;
+                        };
+                        // Caught is what honest code does not do.
+                        set(None);
+                        let honest = run_seed(seed, false).failure.is_none();
+                        set(Some(mutant));
+                        if honest {
                             let mut best = best.lock();
                             if best.as_ref().is_none_or(|(other, _)| seed < *other) {
                                 *best = Some((seed, failure));

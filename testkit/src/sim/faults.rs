@@ -51,6 +51,7 @@ impl World {
             true,
             true,
         )?;
+        self.incarnations.insert((node, self.nodes[node].life), incarnation);
         self.nodes[node].body = Some(Body::new(machine, slots, incarnation, address, vec![pool]));
         self.trace(|| format!("node {node} starts as {incarnation:?}"));
         self.drain_actions(node);
@@ -243,15 +244,22 @@ impl World {
         };
         let gauges = || format!("{:?}", body.machine.gauges());
         let slots = body.slots.in_use();
-        let (owned, owner) =
-            body.pools.iter().map(SimPool::owned_bytes).find(|(bytes, _)| *bytes > 0).unwrap_or((0, 0));
+        let (owned, owner) = body
+            .pools
+            .iter()
+            .map(SimPool::owned_bytes)
+            .find(|(bytes, _)| *bytes > 0)
+            .unwrap_or((0, 0));
         let strays = body.early_completions.len();
         let words = if !body.machine.is_quiet() {
             format!("node {node} is not quiet at the end: {}", gauges())
         } else if quarantined == 0 && slots > 0 {
             format!("node {node} leaks {slots} slots: {}", gauges())
         } else if quarantined == 0 && owned > 0 {
-            format!("node {node} has {owned} bytes that are not free: they belong to {}", self.describe(owner))
+            format!(
+                "node {node} has {owned} bytes that are not free: they belong to {}",
+                self.describe(owner)
+            )
         } else if strays > 0 {
             format!("node {node} reported the end of {strays} handles that nobody opened")
         } else {

@@ -118,11 +118,4 @@ impl Record {
     pub(crate) fn succeeded(&self) -> bool {
         matches!(&self.ended, Some((_, Ok(_))))
     }
-
-    pub(crate) fn error(&self) -> Option<&Error> {
-        match &self.ended {
-            Some((_, Err(error))) => Some(error),
-            _ => None,
-        }
-    }
 }

@@ -5,18 +5,21 @@
 //! What is simulated is what a transport and a runtime do: sockets, threads, clocks. What decides is core's own code,
 //! unchanged: `Machine`, `SlotTable`, `LinkSender`, the planner and the wire format. A run is a function of its seed.
 
+mod claims;
 mod coverage;
 mod faults;
 mod lanes;
 mod ledger;
 mod memory;
 mod net;
+mod offers;
 mod oracle;
 mod profile;
 mod queue;
 mod raw;
 mod transmit;
 mod verdicts;
+mod verify;
 mod workload;
 mod world;
 
@@ -81,12 +84,12 @@ fn new_world(seed: u64, trace: bool) -> World {
         .map(|node| Node::new(node, if node < profile.sources { "prefill" } else { "decode" }))
         .collect();
     let mut world = World {
-        seed,
         now: Time::ZERO,
         rng,
         profile,
         queue: Queue::new(),
         nodes,
+        incarnations: BTreeMap::new(),
         connections: Vec::new(),
         links: Vec::new(),
         lanes: Vec::new(),
@@ -132,5 +135,44 @@ fn nobody() -> Record {
         ending: true,
         quarantined: false,
         came_from: Default::default(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_few_hundred_seeds_keep_the_promises() {
+        for seed in 0..250 {
+            let outcome = run_seed(seed, false);
+            assert!(outcome.failure.is_none(), "seed {seed}: {:?}", outcome.failure);
+        }
+    }
+
+    #[test]
+    fn equal_seeds_give_equal_runs() {
+        for seed in 1_000..1_010 {
+            let (first, second) = (run_seed(seed, false), run_seed(seed, false));
+            assert_eq!(
+                (first.digest, first.events),
+                (second.digest, second.events),
+                "seed {seed}"
+            );
+        }
+    }
+
+    #[cfg(feature = "mutants")]
+    #[test]
+    fn a_skipped_fence_is_caught() {
+        use kvxfer_core::mutants::{Mutant, set};
+        set(Some(Mutant::SkipFence));
+        let caught = (0..300).any(|seed| {
+            run_seed(seed, false)
+                .failure
+                .is_some_and(|failure| failure.promise.starts_with('2'))
+        });
+        set(None);
+        assert!(caught);
     }
 }

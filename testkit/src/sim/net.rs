@@ -73,11 +73,9 @@ impl World {
         let late = self.now > deadline;
         let Some(target) = listening.filter(|_| !late && !self.rng.percent(self.profile.dial_failure_percent)) else {
             let quick = self.now + self.short_delay();
-            let at = if self.rng.percent(70) && !late {
-                quick
-            } else {
-                deadline.max(quick)
-            };
+            // One slow failure after another is as bad as a dead peer.
+            let refused = self.rng.percent(70) || self.profile.must_arrive();
+            let at = if refused && !late { quick } else { deadline.max(quick) };
             self.queue.push(at, Event::DialFails { node, life, connection });
             return;
         };
@@ -220,6 +218,17 @@ impl World {
             .map(|body| body.incarnation)
     }
 
+    /// Whether a connection that this node has open really leads to that process, alive or not.
+    pub(crate) fn is_connected_to(&self, node: NodeIndex, peer: Incarnation) -> bool {
+        let Some(body) = self.nodes[node].body.as_ref() else {
+            return false;
+        };
+        body.connections.values().any(|(index, end)| {
+            let other = &self.connections[*index].ends[1 - end];
+            self.incarnations.get(&(other.node, other.life)) == Some(&peer)
+        })
+    }
+
     fn give_frame(&mut self, node: NodeIndex, id: ConnectionId, from: Option<Incarnation>, frame: Frame) {
         self.trace(|| format!("node {node} gets on {id:?}: {}", words_of(&frame)));
         self.note_received(node, from, &frame);
@@ -325,7 +334,10 @@ impl World {
         self.trace(|| format!("connection {index} breaks"));
         // A connection that dies unnoticed is replaced by the side that noticed. If two in a row do, one at each side,
         // only liveness is left: where all must arrive, that is spared.
-        let (a, b) = (self.connections[index].ends[0].node, self.connections[index].ends[1].node);
+        let (a, b) = (
+            self.connections[index].ends[0].node,
+            self.connections[index].ends[1].node,
+        );
         let first = self.oracle.half_opened.insert((a.min(b), a.max(b)));
         let unnoticed = if self.rng.percent(15) && (first || !self.profile.must_arrive()) {
             Some(self.rng.below(2) as usize)
@@ -389,6 +401,11 @@ impl World {
         match (&**message, from) {
             (Message::Validated { live: false, .. } | Message::ReadRefused { .. }, _) => {
                 self.coverage.reach(Point::PullRefused);
+            }
+            (Message::Validated { id, claim, live: true }, Some(from)) => {
+                if let Some(body) = self.nodes[node].body.as_mut() {
+                    body.validated.insert((*claim, *id, from));
+                }
             }
             (Message::Matched { claim, attempt, .. } | Message::Restarted { claim, attempt }, Some(from)) => {
                 self.attempt_told(node, *claim, from, *attempt);

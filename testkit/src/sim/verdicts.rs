@@ -1,11 +1,11 @@
 //! Promise 4 at the end of a run: both sides of each hand-over say the same, or one of them says that it cannot know.
 
+use kvxfer_core::ErrorKind;
 use kvxfer_core::error::Destination;
 use kvxfer_core::machine::{MemberVerdict, Outcome};
 use kvxfer_core::wire::Verdict;
-use kvxfer_core::{ErrorKind, Incarnation};
 
-use super::ledger::{ClaimRecord, Record, What};
+use super::ledger::{ClaimRecord, What};
 use super::world::World;
 
 impl World {
@@ -45,13 +45,6 @@ impl World {
                 )
             })
         })
-    }
-
-    /// Who a record's process was, if it still runs.
-    pub(crate) fn incarnation_of(&self, record: &Record) -> Option<Incarnation> {
-        let node = &self.nodes[record.node];
-        let body = node.body.as_ref().filter(|_| node.life == record.life)?;
-        Some(body.incarnation)
     }
 }
 

@@ -122,8 +122,6 @@ impl Machine {
         peer.connection = Some(id);
         peer.established = now;
         peer.last_heard = now;
-        self.timers
-            .set(TimerKey::Liveness(incarnation), now + self.config.liveness / 2);
         peer.last_error = None;
         peer.backoff = crate::machine::config::BACKOFF_FIRST;
         peer.name = hello.name.chars().take(256).collect();
@@ -166,13 +164,37 @@ impl Machine {
         });
         self.timers.set(TimerKey::Heartbeat(incarnation), now + beat);
         self.timers
-            .set(TimerKey::Liveness(incarnation), now + self.config.liveness);
+            .set(TimerKey::Liveness(incarnation), now + self.config.liveness / 2);
         self.open_link(now, incarnation);
         if fresh {
             self.send_heartbeat(now, incarnation);
             self.session_began(now, incarnation, undecided);
         } else {
             self.repeat_unacknowledged(now, incarnation, if resumed { received } else { 0 });
+        }
+        if !resumed {
+            self.tell_pools_since_hello(now, id, incarnation);
+        }
+    }
+
+    /// Pools that came or went between this end's hello and the beginning of the session.
+    fn tell_pools_since_hello(&mut self, now: Time, id: ConnectionId, incarnation: Incarnation) {
+        let Some(connection) = self.connections.get(&id) else {
+            return;
+        };
+        let said = connection.pools_said.clone();
+        for gone in said
+            .iter()
+            .filter(|pool| !self.pools.contains_key(pool))
+            .copied()
+            .collect::<Vec<_>>()
+        {
+            self.send(now, incarnation, Message::PoolRemoved(gone));
+        }
+        for advert in self.pool_adverts() {
+            if !said.contains(&advert.id) {
+                self.send(now, incarnation, Message::PoolAdded(advert));
+            }
         }
     }
 

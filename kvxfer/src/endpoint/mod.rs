@@ -176,7 +176,8 @@ impl Endpoint {
         access(grant, Access::Write)?;
         let id = pool.inner.id()?;
         let source: Target = source.into();
-        let core = self.open(HandleKind::Push, options.events, Sink::Delivery, |state, now| {
+        let heavy = is_heavy(&source);
+        let core = self.open_with(heavy, HandleKind::Push, options.events, Sink::Delivery, |state, now| {
             state.machine.push(now, id, source, grant, options.machine())
         })?;
         tracing::debug!(handle = core.id().0, grant = %grant.name, "push opened");
@@ -323,13 +324,24 @@ impl Endpoint {
         sink: impl FnOnce(Completer<T>) -> Sink,
         decide: impl FnOnce(&mut State, Time) -> Result<HandleId>,
     ) -> Result<Core<T>> {
+        self.open_with(false, kind, events, sink, decide)
+    }
+
+    fn open_with<T>(
+        &self,
+        heavy: bool,
+        kind: HandleKind,
+        events: Option<u64>,
+        sink: impl FnOnce(Completer<T>) -> Sink,
+        decide: impl FnOnce(&mut State, Time) -> Result<HandleId>,
+    ) -> Result<Core<T>> {
         let shared = &self.shared;
         let hurries = matches!(kind, HandleKind::Push).then(|| Arc::clone(&shared.reports));
         let (completion, completer) = Completion::new(hurries.clone());
         let source = events.map(|data| shared.events.reserve(data));
         let waiting = source.as_ref().and(hurries.as_ref()).map(Waiting::new);
         let reserved = source.is_some();
-        let opened = shared.begin(|state, now| {
+        let register = |state: &mut State, now: Time| {
             let id = decide(state, now)?;
             let entry = Entry {
                 kind,
@@ -340,7 +352,11 @@ impl Endpoint {
             };
             state.handles.insert(id, entry);
             Ok(id)
-        });
+        };
+        let opened = match heavy {
+            true => shared.begin_heavy(register),
+            false => shared.begin(register),
+        };
         let id = opened.inspect_err(|_| {
             if reserved {
                 shared.events.unreserve();
@@ -368,6 +384,18 @@ impl std::fmt::Debug for Endpoint {
 /// A key in the log: text if it is, and not all of a long one.
 fn shown(key: &[u8]) -> impl std::fmt::Display + '_ {
     key[..key.len().min(64)].escape_ascii()
+}
+
+/// Whether a push is large enough that one hop to the control thread does not matter to it.
+fn is_heavy(source: &Target) -> bool {
+    /// Blocks of one request: at 160 planes of 8 KiB each, 40 MB.
+    const HEAVY_BLOCKS: usize = 32;
+    match source {
+        Target::Selection { selection, .. } => {
+            selection.groups.iter().map(|group| group.blocks.len()).sum::<usize>() >= HEAVY_BLOCKS
+        }
+        Target::Descriptors(descriptors) => descriptors.len() >= HEAVY_BLOCKS,
+    }
 }
 
 /// A grant is for one direction only.

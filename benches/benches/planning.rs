@@ -29,7 +29,7 @@ fn target(layout: &PoolLayout, blocks: &[u32], heads: Option<Vec<HeadRange>>) ->
         selection: selection(layout, blocks),
         scope: Scope {
             layers: (0..layout.layers().len() as u16).collect(),
-            heads: heads.map(|(start, end)| vec![HeadRange { start, end }]),
+            heads,
         },
     })
 }

@@ -128,7 +128,12 @@ fn an_address_that_nobody_answers_is_unreachable() {
         };
         let claim = decode
             .endpoint
-            .claim("nobody", &decode.pool, &[address.clone()], ClaimOptions::default())
+            .claim(
+                "nobody",
+                &decode.pool,
+                std::slice::from_ref(&address),
+                ClaimOptions::default(),
+            )
             .unwrap();
         claim.fill(tokens(16, [1])).unwrap();
         let began = Instant::now();

@@ -435,13 +435,18 @@ impl Machine {
         self.timers
             .set_earlier(TimerKey::Keys, now + self.config.ended_keys_retention);
         let arrived = offer.verdicts.iter().any(|member| member.verdict == Verdict::Arrived);
-        let result = match why {
-            // An error says that nobody got anything.
-            Some(why) if !arrived => Err(why),
+        let undecided = offer.verdicts.iter().find(|member| member.verdict == Verdict::Unknown);
+        // Another error than `Unknown` says that nobody got anything.
+        let result = match (why, undecided) {
             _ if arrived => Ok(Outcome::Released {
                 members: offer.verdicts,
             }),
-            _ => Err(first_failure(&offer.verdicts)),
+            (_, Some(member)) => Err(unknown(
+                format!("the claim of endpoint {}", member.peer),
+                "all its bytes were sent, and its endpoint did not say what became of them",
+            )),
+            (Some(why), None) => Err(why),
+            (None, None) => Err(first_failure(&offer.verdicts)),
         };
         let result = match result {
             _ if hung => {
@@ -550,12 +555,8 @@ fn late_claim_error(why: Option<&Error>) -> Error {
 }
 
 fn first_failure(verdicts: &[MemberVerdict]) -> Error {
-    match verdicts.first().map(|member| (&member.verdict, member.peer)) {
-        Some((Verdict::Failed(error), _)) => error.clone(),
-        Some((_, peer)) => unknown(
-            format!("the claim of endpoint {peer}"),
-            "the endpoint was lost after all bytes were sent",
-        ),
-        None => Error::new(ErrorKind::Internal, "an offer without members"),
+    match verdicts.first().map(|member| &member.verdict) {
+        Some(Verdict::Failed(error)) => error.clone(),
+        _ => Error::new(ErrorKind::Internal, "an offer without members"),
     }
 }

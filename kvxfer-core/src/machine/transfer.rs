@@ -371,7 +371,7 @@ impl Machine {
 
     /// Remembers a grant that was used, for as long as its owner may still say of it that it has arrived.
     fn spend(&mut self, now: Time, grant: GrantName) {
-        let (retention, count_max) = (self.config.verdict_retention, self.config.ended_keys_max);
+        let (retention, count_max) = (self.config.verdict_retention, self.config.unacknowledged_max);
         if self.spent.insert(grant) {
             self.spent_since.push_back((now, grant));
         }

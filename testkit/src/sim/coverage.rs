@@ -140,6 +140,10 @@ points! {
     Checksummed = "checksummed chunks",
     /// Corrupted bytes were planted and noticed.
     Corrupted = "corruptions noticed by checksum",
+    /// A chunk that overlaps another part was refused.
+    Forged = "forged chunks refused",
+    /// A source was ended in the middle of a chunk.
+    EndedMidway = "sources ended in the middle of a chunk",
     /// A state block was handed over.
     StateBlock = "state blocks handed over",
 }

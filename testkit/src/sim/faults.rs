@@ -51,6 +51,7 @@ impl World {
             true,
             true,
         )?;
+        self.incarnations.insert((node, self.nodes[node].life), incarnation);
         self.nodes[node].body = Some(Body::new(machine, slots, incarnation, address, vec![pool]));
         self.trace(|| format!("node {node} starts as {incarnation:?}"));
         self.drain_actions(node);

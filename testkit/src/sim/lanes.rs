@@ -1,7 +1,7 @@
 //! The simulated link: lanes as connections, made and lost, with epochs, fences and redialing. The decisions are
 //! core's (`LinkSender`, `SlotTable`, `Machine`); here is only what a transport's sockets and threads would do.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
 use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender, TransferId};
@@ -28,6 +28,8 @@ pub(crate) struct Link {
     pub(crate) lanes: Vec<Option<LaneIndex>>,
     /// Highest epoch dialed, accepted or fenced, by lane.
     epochs: Vec<u32>,
+    /// Chunks of lost lanes that the receiver has not fenced yet.
+    pub(crate) doubts: BTreeMap<LaneName, Vec<ChunkName>>,
     attempts: u32,
     up_reported: bool,
     pub(crate) closed: bool,
@@ -110,6 +112,7 @@ impl World {
             sender: LinkSender::new(self.profile.sender.clone()).with_chunk_bytes_max(self.profile.chunk_bytes_max),
             lanes: vec![None; lanes as usize],
             epochs: vec![0; lanes as usize],
+            doubts: BTreeMap::new(),
             attempts: 0,
             up_reported: false,
             closed: false,
@@ -335,6 +338,7 @@ impl World {
         }
         if was_up {
             let chunks = self.links[link].sender.lane_lost(name);
+            self.links[link].doubts.insert(name, chunks.clone());
             self.coverage.reach(Point::LaneLost);
             if !chunks.is_empty() {
                 self.coverage.reach(Point::LaneInDoubt);
@@ -469,7 +473,7 @@ impl World {
                 }
             }
             LinkCommand::AddPart(id, part) => {
-                self.note_part(link, id);
+                self.note_part(link, id, part.stream.length());
                 self.links[link].sender.add_part(id, part);
             }
             LinkCommand::Stop(id) => {
@@ -483,6 +487,7 @@ impl World {
             LinkCommand::FenceLane(lane, chunks) => self.fence_lane(link, lane, chunks),
             LinkCommand::LaneFenced(lane, chunks) => {
                 let now = self.now;
+                self.links[link].doubts.remove(&lane);
                 self.links[link].sender.lane_fenced(lane, &chunks, now);
             }
         }

@@ -89,6 +89,7 @@ fn new_world(seed: u64, trace: bool) -> World {
         profile,
         queue: Queue::new(),
         nodes,
+        incarnations: BTreeMap::new(),
         connections: Vec::new(),
         links: Vec::new(),
         lanes: Vec::new(),

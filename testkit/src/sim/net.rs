@@ -218,6 +218,17 @@ impl World {
             .map(|body| body.incarnation)
     }
 
+    /// Whether a connection that this node has open really leads to that process, alive or not.
+    pub(crate) fn is_connected_to(&self, node: NodeIndex, peer: Incarnation) -> bool {
+        let Some(body) = self.nodes[node].body.as_ref() else {
+            return false;
+        };
+        body.connections.values().any(|(index, end)| {
+            let other = &self.connections[*index].ends[1 - end];
+            self.incarnations.get(&(other.node, other.life)) == Some(&peer)
+        })
+    }
+
     fn give_frame(&mut self, node: NodeIndex, id: ConnectionId, from: Option<Incarnation>, frame: Frame) {
         self.trace(|| format!("node {node} gets on {id:?}: {}", words_of(&frame)));
         self.note_received(node, from, &frame);
@@ -390,6 +401,11 @@ impl World {
         match (&**message, from) {
             (Message::Validated { live: false, .. } | Message::ReadRefused { .. }, _) => {
                 self.coverage.reach(Point::PullRefused);
+            }
+            (Message::Validated { id, claim, live: true }, Some(from)) => {
+                if let Some(body) = self.nodes[node].body.as_mut() {
+                    body.validated.insert((*claim, *id, from));
+                }
             }
             (Message::Matched { claim, attempt, .. } | Message::Restarted { claim, attempt }, Some(from)) => {
                 self.attempt_told(node, *claim, from, *attempt);

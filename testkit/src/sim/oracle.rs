@@ -47,6 +47,8 @@ struct Session {
 struct Waiting {
     priority: u8,
     gate: Arc<Gate>,
+    /// It has something to send.
+    has_work: bool,
     deadline: Option<Time>,
     chunks: u32,
     others: BTreeMap<TransferId, u32>,
@@ -113,6 +115,9 @@ impl World {
                     return;
                 }
                 self.verify_destination(serial);
+                if pull {
+                    self.must_be_validated(serial);
+                }
                 self.coverage
                     .reach(if pull { Point::ClaimPulled } else { Point::ClaimArrived });
                 for (reached, point) in [
@@ -139,6 +144,7 @@ impl World {
             }
             (What::Pull { .. }, Outcome::Transferred { .. }) => {
                 self.verify_destination(serial);
+                self.must_be_validated(serial);
                 self.coverage.reach(Point::PullArrived);
             }
             (What::Offer(_), Outcome::Released { members }) => {
@@ -149,6 +155,35 @@ impl World {
                 let words = format!("{} ends with {outcome:?}", self.describe(serial));
                 self.fail("internal", words);
             }
+        }
+    }
+
+    /// A pull arrives only after each of its sources has said that what was read was still what was meant.
+    fn must_be_validated(&mut self, serial: Serial) {
+        let record = &self.ledger[serial as usize];
+        let claim = matches!(record.what, What::Claim(_));
+        let Some(body) = self.nodes[record.node].body.as_ref() else {
+            return;
+        };
+        let number = if claim {
+            let known = body.claim_numbers.iter().find(|(_, own)| **own == serial);
+            known.map(|(number, _)| *number)
+        } else {
+            Some(record.handle.0)
+        };
+        let unsaid = record.came_from.iter().copied().find(|source| {
+            let source = &self.ledger[*source as usize];
+            let incarnation = self.incarnations.get(&(source.node, source.life));
+            !incarnation
+                .is_some_and(|from| number.is_some_and(|number| body.validated.contains(&(claim, number, *from))))
+        });
+        if let Some(source) = unsaid {
+            let words = format!(
+                "{} has arrived without the word of {}",
+                self.describe(serial),
+                self.describe(source)
+            );
+            self.fail("3 no false read", words);
         }
     }
 
@@ -285,6 +320,12 @@ impl World {
             return;
         };
         let readers = offer.readers;
+        let sets: BTreeSet<u128> = members.iter().map(|member| member.set).collect();
+        if sets.len() > usize::from(readers) {
+            let words = format!("{} served {} readers of {readers}", self.describe(serial), sets.len());
+            self.fail("4 one verdict", words);
+            return;
+        }
         for member in members {
             let Verdict::Arrived = member.verdict else { continue };
             let ended = self
@@ -335,6 +376,10 @@ impl World {
             PeerChange::Ready { resumed, .. } => {
                 if *resumed {
                     self.coverage.reach(Point::SessionResumed);
+                }
+                if !self.is_connected_to(node, peer) {
+                    let words = format!("node {node} has a session with {peer:?}, who is not at the other end");
+                    self.fail("6 no stale peer", words);
                 }
                 self.oracle.sessions.insert(key, Session { lost: None });
             }
@@ -475,12 +520,20 @@ impl World {
     /// A transfer was given to a link: from now on it must get its turns.
     pub(crate) fn note_submit(&mut self, link: LinkIndex, spec: &SendSpec) {
         let length = spec.message.as_ref().map_or(0, |message| message.len() as u32);
+        self.trace(|| {
+            let (slot, generation) = (spec.slot, spec.generation);
+            format!(
+                "link {link} gets transfer {:?} for slot {slot}.{generation}, priority {}",
+                spec.id, spec.priority
+            )
+        });
         self.oracle.priorities.insert((link, spec.id), spec.priority);
         self.oracle.waiting.insert(
             (link, spec.id),
             Waiting {
                 priority: spec.priority,
                 gate: Arc::clone(&spec.gate),
+                has_work: spec.message.is_some(),
                 deadline: spec.deadline,
                 chunks: 1 + length.div_ceil(self.profile.chunk_bytes_max),
                 others: BTreeMap::new(),
@@ -489,8 +542,13 @@ impl World {
     }
 
     /// A part came: the wait is counted from here.
-    pub(crate) fn note_part(&mut self, link: LinkIndex, transfer: TransferId) {
-        if let Some(waiting) = self.oracle.waiting.get_mut(&(link, transfer)) {
+    pub(crate) fn note_part(&mut self, link: LinkIndex, transfer: TransferId, bytes: u64) {
+        self.trace(|| format!("link {link} gets {bytes} bytes for {transfer:?}"));
+        if let Some(waiting) = self.oracle.waiting.get_mut(&(link, transfer))
+            && !waiting.has_work
+            && bytes > 0
+        {
+            waiting.has_work = true;
             waiting.others.clear();
         }
     }
@@ -515,6 +573,14 @@ impl World {
             );
             return;
         }
+        let name = chunk.header.name();
+        if self.links[link].doubts.values().any(|doubt| doubt.contains(&name)) {
+            self.fail(
+                "2 no late write",
+                format!("{name:?} is sent again before the lane that it was on is fenced"),
+            );
+            return;
+        }
         let id = chunk.transfer;
         let priority = self.oracle.priorities.get(&(link, id)).copied().unwrap_or(0);
         if let Some(waiting) = self.oracle.waiting.remove(&(link, id))
@@ -529,7 +595,7 @@ impl World {
                 break;
             }
             let held = waiting.gate.is_closed() || waiting.deadline.is_some_and(|deadline| deadline <= now);
-            if held || waiting.priority < priority {
+            if held || !waiting.has_work || waiting.priority < priority {
                 continue;
             }
             let ahead = waiting.others.entry(id).or_default();

@@ -57,6 +57,10 @@ pub(crate) struct Profile {
     /// Of ten thousand calls: so slow that fences run into their limit.
     pub(crate) stuck_permyriad: u64,
     pub(crate) corrupt_permyriad: u64,
+    /// Of ten thousand chunks: followed by a forged one.
+    pub(crate) forge_permyriad: u64,
+    /// Of ten thousand reads: in the middle of which the application ends the source.
+    pub(crate) midway_permyriad: u64,
     /// Of a hundred handles: ended early by their application.
     pub(crate) meddling_percent: u64,
     pub(crate) stalls: usize,
@@ -132,6 +136,8 @@ impl Profile {
                 .map_or((0, 0), |rate| (rate, rate / 2)),
             stuck_permyriad: if_else(weather == Weather::Storm && rng.percent(40), 30, 0),
             corrupt_permyriad: if_else(applications && rng.percent(30), 100, 0),
+            forge_permyriad: if_else(applications && rng.percent(30), 150, 0),
+            midway_permyriad: if_else(applications, 100, 0),
             meddling_percent: if_else(applications, rng.within(10..60), 0),
             stalls: if_else(endpoints, rng.below(4), 0) as usize,
             crashes: if_else(endpoints, rng.below(3), 0) as usize,

@@ -363,11 +363,11 @@ impl World {
             .count()
             > 1;
         let gone = self.node_of(grant.name.incarnation).is_none();
-        let closed = self.node_of(grant.name.incarnation).is_some_and(|owner| {
+        let closed = self.node_of(grant.name.incarnation).is_none_or(|owner| {
             self.nodes[owner]
                 .body
                 .as_ref()
-                .is_some_and(|body| body.pools.iter().any(|pool| pool.id == grant.pool && pool.removed))
+                .is_none_or(|body| body.pools.iter().any(|pool| pool.id == grant.pool && pool.removed))
         });
         if closed && error.kind() == ErrorKind::NotRegistered {
             return;

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvxfer_core::flow::{
-    Applied, ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, Gate, OwnedGateGuard, Payload, Placement, SlotTable,
+    Applied, ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, Gate, MESSAGE_PART, OwnedGateGuard, Payload,
+    Placement, SlotTable,
 };
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::transport::LinkEvent;
@@ -17,12 +18,17 @@ use kvxfer_core::{Error, ErrorKind};
 
 use super::coverage::Point;
 use super::lanes::{LaneIndex, LinkIndex};
+use super::ledger::What;
 use super::memory::{FILLER, Stamp};
+use super::workload::{AppEvent, Early};
 use super::world::{Event, World};
 use crate::rng::mix;
 
 /// Items that a socket's buffers hold; beyond, the sender's call would block.
 const SOCKET_ITEMS: usize = 12;
+
+/// Part numbers from here on are forged.
+const FORGED_PART: u32 = 1 << 24;
 
 /// What travels on a lane.
 pub(crate) enum Item {
@@ -198,6 +204,7 @@ impl World {
                 Some(guard) => {
                     let length = 1 + self.rng.below(u64::from(left)) as u32;
                     let length = if self.rng.percent(50) { left } else { length };
+                    self.end_midway(lane, end);
                     self.begin_call(lane, end, Call::Send { guard, length });
                 }
                 None => {
@@ -222,8 +229,56 @@ impl World {
     }
 
     fn end_chunk(&mut self, lane: LaneIndex, end: usize, trailer: Trailer) {
-        self.lanes[lane].ends[end].sending = None;
+        let sent = self.lanes[lane].ends[end].sending.take();
         self.put(lane, end, Item::Trailer(trailer.encode()));
+        if let Some(sent) = sent
+            && trailer.valid
+            && self.rng.below(10_000) < self.profile.forge_permyriad
+        {
+            self.forge_chunk(lane, end, sent.chunk.header);
+        }
+    }
+
+    /// A peer that breaks the protocol sends the chunk again, with other bytes, as one of another part.
+    fn forge_chunk(&mut self, lane: LaneIndex, end: usize, mut header: ChunkHeader) {
+        if header.part == MESSAGE_PART || header.length == 0 {
+            return;
+        }
+        header.part += FORGED_PART;
+        header.checksummed = false;
+        let bytes = vec![0xF0; header.length as usize];
+        let stamps = vec![FILLER; bytes.len()];
+        let trailer = Trailer {
+            valid: true,
+            checksum: 0,
+        };
+        self.put(lane, end, Item::Header(LaneHeader::Chunk(header).encode()));
+        self.put(lane, end, Item::Bytes(bytes, stamps));
+        self.put(lane, end, Item::Trailer(trailer.encode()));
+    }
+
+    /// Now and then the application takes a source back just while a thread reads it.
+    fn end_midway(&mut self, lane: LaneIndex, end: usize) {
+        if self.rng.below(10_000) >= self.profile.midway_permyriad {
+            return;
+        }
+        let stamp = self.stamp_of_transfer(lane, end);
+        let Some(serial) = self
+            .stamps
+            .get(stamp as usize)
+            .map(|of| of.serial)
+            .filter(|serial| *serial != 0)
+        else {
+            return;
+        };
+        let node = self.lanes[lane].ends[end].node;
+        let how = if matches!(self.ledger[serial as usize].what, What::Offer(_)) && self.rng.percent(50) {
+            Early::Retract
+        } else {
+            Early::Cancel
+        };
+        self.coverage.reach(Point::EndedMidway);
+        self.app_at(self.now, node, AppEvent::EndEarly { serial, how });
     }
 
     fn begin_call(&mut self, lane: LaneIndex, end: usize, call: Call) {
@@ -348,8 +403,12 @@ impl World {
                 self.coverage.reach(Point::ChunkScrapped);
                 To::Scrap(state)
             }
+            Err(error) if header.part >= FORGED_PART && header.part != MESSAGE_PART => {
+                self.coverage.reach(Point::Forged);
+                self.close_lane(lane, end, error);
+                return;
+            }
             Err(error) => {
-                // Nobody in the simulation forges headers.
                 self.fail("protocol", format!("an honest chunk is refused: {error}"));
                 return;
             }

@@ -1,6 +1,6 @@
 //! The simulated world: endpoints, events, and the loop that carries them out in virtual time.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use std::time::Duration;
@@ -182,6 +182,8 @@ pub(crate) struct Body {
     pub(crate) links: BTreeMap<Incarnation, LinkIndex>,
     pub(crate) connections: BTreeMap<ConnectionId, (ConnectionIndex, usize)>,
     pub(crate) handles: BTreeMap<HandleId, Serial>,
+    /// Validations received: whether of a claim, its number, and whose.
+    pub(crate) validated: BTreeSet<(bool, u64, Incarnation)>,
     /// Claims by their number on the wire.
     pub(crate) claim_numbers: BTreeMap<u64, Serial>,
     /// Whose bytes a transfer sends, as far as seen.
@@ -228,6 +230,7 @@ impl Body {
             links: BTreeMap::new(),
             connections: BTreeMap::new(),
             handles: BTreeMap::new(),
+            validated: BTreeSet::new(),
             claim_numbers: BTreeMap::new(),
             transfer_stamps: BTreeMap::new(),
             arrivals: Arc::default(),
@@ -257,6 +260,8 @@ pub(crate) struct World {
     pub(crate) profile: Profile,
     pub(crate) queue: Queue<Event>,
     pub(crate) nodes: Vec<Node>,
+    /// Who each process was.
+    pub(crate) incarnations: BTreeMap<(NodeIndex, Life), Incarnation>,
     pub(crate) connections: Vec<Connection>,
     pub(crate) links: Vec<Link>,
     pub(crate) lanes: Vec<Lane>,

@@ -1,4 +1,6 @@
 //! Encoding and decoding what crosses the wire.
+#![allow(missing_docs, reason = "the functions are made by a macro")]
+#![allow(clippy::unwrap_used, reason = "a benchmark that cannot run has nobody to report to")]
 
 use std::hint::black_box;
 

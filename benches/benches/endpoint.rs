@@ -1,4 +1,6 @@
 //! Two endpoints in one process: the submitting call, and whole transfers on loopback.
+#![allow(missing_docs, reason = "the functions are made by a macro")]
+#![allow(clippy::unwrap_used, reason = "a benchmark that cannot run has nobody to report to")]
 
 use std::sync::Arc;
 use std::time::{Duration, Instant};

@@ -1,4 +1,6 @@
 //! From block lists to segments: what a hand-over costs before the first byte moves.
+#![allow(missing_docs, reason = "the functions are made by a macro")]
+#![allow(clippy::unwrap_used, reason = "a benchmark that cannot run has nobody to report to")]
 
 use std::hint::black_box;
 use std::sync::Arc;
@@ -6,7 +8,7 @@ use std::sync::Arc;
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
 use kvxfer_bench::work::{Named, TOKENS_PER_BLOCK, Work, selection};
 use kvxfer_core::flow::PartExtent;
-use kvxfer_core::layout::{Arrangement, Model, PoolLayout};
+use kvxfer_core::layout::{Arrangement, HeadRange, Model, PoolLayout};
 use kvxfer_core::memory::Segment;
 use kvxfer_core::plan::{Scope, Target, source_stream};
 
@@ -22,7 +24,7 @@ struct Case {
     destination: Arc<Target>,
 }
 
-fn target(layout: &PoolLayout, blocks: &[u32], heads: Option<(u32, u32)>) -> Arc<Target> {
+fn target(layout: &PoolLayout, blocks: &[u32], heads: Option<Vec<HeadRange>>) -> Arc<Target> {
     Arc::new(Target::Selection {
         selection: selection(layout, blocks),
         scope: Scope {
@@ -53,8 +55,8 @@ fn re_sharded(work: &Work) -> Case {
     let (source_layout, destination_layout) = (layout(8), layout(4));
     Case {
         name: "w5_tp8_to_tp4".into(),
-        source: target(&source_layout, &work.source, Some((0, 1))),
-        destination: target(&destination_layout, &work.destination, Some((0, 1))),
+        source: target(&source_layout, &work.source, Some(vec![HeadRange::new(0, 1)])),
+        destination: target(&destination_layout, &work.destination, Some(vec![HeadRange::new(0, 1)])),
         source_layout,
         destination_layout,
     }

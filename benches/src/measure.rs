@@ -22,7 +22,9 @@ const CONNECT_MAX: Duration = Duration::from_secs(10);
 /// Clean repetitions below which disturbed ones are used too.
 const CLEAN_MIN: usize = 5;
 /// Round trips per grant exchange of the ping-pong.
-pub(crate) const PINGS_PER_BATCH: usize = 128;
+const PINGS_PER_BATCH: usize = 128;
+/// Grant exchanges per round: long enough that the scheduler settles on where the two threads run.
+const BATCHES_PER_ROUND: usize = 8;
 
 /// The target: a child of ours or a `serve` elsewhere.
 pub(crate) enum Other {
@@ -78,6 +80,8 @@ pub(crate) struct Rep {
     pub(crate) seconds: f64,
     /// The submitting call alone.
     pub(crate) post_seconds: f64,
+    /// Processor time in it: without what other threads took of its core meanwhile.
+    pub(crate) post_cpu_seconds: f64,
     pub(crate) cpu_initiator: f64,
     pub(crate) cpu_target: f64,
     pub(crate) disturbed: bool,
@@ -276,7 +280,7 @@ impl Bench {
                     Mover::RawPut => streams.put(&ours, &theirs, work.shape.block_bytes)?,
                     _ => streams.get(&ours, &theirs, work.shape.block_bytes)?,
                 }
-                Duration::ZERO
+                Post::default()
             }
         };
         let window = begun.elapsed();
@@ -292,7 +296,8 @@ impl Bench {
         }
         Ok(Rep {
             seconds: window.as_secs_f64(),
-            post_seconds: post.as_secs_f64(),
+            post_seconds: post.wall.as_secs_f64(),
+            post_cpu_seconds: post.cpu.as_secs_f64(),
             cpu_initiator: cpu.as_secs_f64(),
             cpu_target: end.cpu_seconds,
             disturbed: usage::disturbed(busy, cpu + Duration::from_secs_f64(end.cpu_seconds), window),
@@ -301,26 +306,26 @@ impl Bench {
         })
     }
 
-    fn push(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Duration> {
+    fn push(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Post> {
         // The caller's own list, which it gives away.
         let source = selections.source.clone();
         let pool = self.side.pool(Flow::Out)?;
-        let begun = Instant::now();
+        let begun = Post::begin();
         let transfer = self.side.endpoint.push(pool, source, grant, PushOptions::default())?;
-        let post = begun.elapsed();
+        let post = begun.end();
         transfer.done().wait(TRANSFER_MAX)?;
         Ok(post)
     }
 
-    fn pull(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Duration> {
+    fn pull(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Post> {
         let destination = selections.destination.clone();
         let pool = self.side.pool(Flow::In)?;
-        let begun = Instant::now();
+        let begun = Post::begin();
         let transfer = self
             .side
             .endpoint
             .pull(grant, pool, destination, PullOptions::default())?;
-        let post = begun.elapsed();
+        let post = begun.end();
         transfer.done().wait(TRANSFER_MAX)?;
         Ok(post)
     }
@@ -331,30 +336,42 @@ impl Bench {
             quiet.wait();
         }
         let selections = self.side.selections()?;
-        if !mover.is_kvxfer() {
-            let work = &selections.work;
-            let at = |block: u32| work.shape.offset(0, block);
-            let streams = self.streams.as_ref().ok_or_else(no_baseline)?;
-            // The pong comes from the target's last block into our source block, whose mark then changes.
-            let times = streams.ping(
-                at(work.source[0]),
-                at(work.destination[0]),
-                work.shape.block_bytes,
-                PINGS_PER_BATCH as u32,
-            )?;
-            return Ok(times.into_iter().map(|time| time.as_secs_f64()).collect());
+        let mut times = Vec::with_capacity(PINGS_PER_BATCH * BATCHES_PER_ROUND);
+        for _ in 0..BATCHES_PER_ROUND {
+            if mover.is_kvxfer() {
+                self.ping_batch(&selections, &mut times)?;
+            } else {
+                self.raw_ping_batch(&selections.work, &mut times)?;
+            }
         }
+        Ok(times)
+    }
+
+    fn raw_ping_batch(&self, work: &Work, times: &mut Vec<f64>) -> Result<()> {
+        let at = |block: u32| work.shape.offset(0, block);
+        let streams = self.streams.as_ref().ok_or_else(no_baseline)?;
+        // The pong comes from the target's last block into our source block, whose mark then changes.
+        let batch = streams.ping(
+            at(work.source[0]),
+            at(work.destination[0]),
+            work.shape.block_bytes,
+            PINGS_PER_BATCH as u32,
+        )?;
+        times.extend(batch.into_iter().map(|time| time.as_secs_f64()));
+        Ok(())
+    }
+
+    fn ping_batch(&mut self, selections: &Selections, times: &mut Vec<f64>) -> Result<()> {
         let handles = self.side.ping_grants(PINGS_PER_BATCH)?;
         let ours = handles.iter().map(|handle| handle.grant().clone()).collect();
         let theirs: Vec<kvxfer::Grant> = self.other.ask(&Request::PingGrants { theirs: ours })?;
         self.other.ask::<()>(&Request::Pong)?;
         let mut transfers = Vec::with_capacity(handles.len());
-        let mut times = Vec::with_capacity(handles.len());
         for (index, (handle, grant)) in handles.iter().zip(&theirs).enumerate() {
             let number = index as u64;
             let begun = Instant::now();
-            transfers.push(self.side.push_ping(&selections, index, number, grant)?);
-            let answer = self.side.await_ping(&selections, index, handle)?;
+            transfers.push(self.side.push_ping(selections, index, number, grant)?);
+            let answer = self.side.await_ping(selections, index, handle)?;
             times.push(begun.elapsed().as_secs_f64());
             if answer != number + raw::PONG_MARK {
                 return Err(Error::new(
@@ -366,8 +383,7 @@ impl Bench {
         for transfer in &transfers {
             transfer.done().wait(TRANSFER_MAX)?;
         }
-        self.other.answered::<()>()?;
-        Ok(times)
+        self.other.answered::<()>()
     }
 
     /// Checks every byte of each way's receiving pool, once, and notes it at all movers of that way.
@@ -501,6 +517,30 @@ impl Measured {
             other.seconds() / self.seconds(),
             [quantile(&pairs, 0.25), quantile(&pairs, 0.75)],
         )
+    }
+}
+
+/// What the submitting call took.
+#[derive(Debug, Clone, Copy, Default)]
+struct Post {
+    wall: Duration,
+    cpu: Duration,
+}
+
+struct PostBegun(Instant, Duration);
+
+impl Post {
+    fn begin() -> PostBegun {
+        PostBegun(Instant::now(), usage::thread_time())
+    }
+}
+
+impl PostBegun {
+    fn end(self) -> Post {
+        Post {
+            wall: self.0.elapsed(),
+            cpu: usage::thread_time() - self.1,
+        }
     }
 }
 

@@ -1,6 +1,6 @@
 //! The baseline: a plain pair of blocking sockets moving the same pieces, one thread per stream on either side.
 //!
-//! Wire: operation, number of pieces, bytes per piece, the receiver's offsets (as `u64`), then the payload in that
+//! Wire: operation, number of pieces, bytes per piece, the other side's offsets (as `u64`), then the payload in that
 //! order; one byte back when the last is placed. Vectored calls of at most 1 MiB straight from and into the pools.
 
 use std::io::{Read, Write};
@@ -325,12 +325,17 @@ impl Header {
     }
 }
 
-/// Set in the operation word of a ping; the word after the offset then says where the answer goes.
+/// Set in the operation word of a ping; the word after the first offset then says where the answer goes.
 const PING_FLAG: u64 = 1 << 32;
+/// Operation, pieces, bytes per piece, the first offset, and where a ping's answer goes: one receive for a ping.
+const HEAD_BYTES: usize = 40;
 
 fn send_header(mut stream: &TcpStream, operation: u64, offsets: &[u64], block: u64) -> Result<()> {
-    let mut bytes = Vec::with_capacity(24 + 8 * offsets.len());
-    for word in [operation, offsets.len() as u64, block].iter().chain(offsets) {
+    let (first, rest) = offsets
+        .split_first()
+        .map_or((0, offsets), |(first, rest)| (*first, rest));
+    let mut bytes = Vec::with_capacity(HEAD_BYTES + 8 * rest.len());
+    for word in [operation, offsets.len() as u64, block, first, 0].iter().chain(rest) {
         bytes.extend_from_slice(&word.to_le_bytes());
     }
     stream
@@ -361,7 +366,7 @@ fn send_with_header(stream: &TcpStream, memory: &Memory, ours: u64, theirs: u64,
 }
 
 fn receive_header(stream: &TcpStream) -> Result<Header> {
-    let mut head = [0u8; 24];
+    let mut head = [0u8; HEAD_BYTES];
     receive_exactly(stream, &mut head)?;
     let word = |bytes: &[u8], index: usize| {
         let mut word = [0; 8];
@@ -374,14 +379,20 @@ fn receive_header(stream: &TcpStream) -> Result<Header> {
             .at("the baseline's stream")
             .because(format!("at most {PIECES_MAX} are allowed")));
     }
-    let ping = operation & PING_FLAG != 0;
-    let mut bytes = vec![0; 8 * (count as usize + usize::from(ping))];
-    receive_exactly(stream, &mut bytes)?;
+    let mut offsets = Vec::with_capacity(count as usize);
+    if count > 0 {
+        offsets.push(word(&head, 3));
+    }
+    if count > 1 {
+        let mut bytes = vec![0; 8 * (count as usize - 1)];
+        receive_exactly(stream, &mut bytes)?;
+        offsets.extend((0..count as usize - 1).map(|index| word(&bytes, index)));
+    }
     Ok(Header {
         operation: operation & !PING_FLAG,
         block,
-        offsets: (0..count as usize).map(|index| word(&bytes, index)).collect(),
-        answer_to: ping.then(|| word(&bytes, count as usize)),
+        offsets,
+        answer_to: (operation & PING_FLAG != 0).then(|| word(&head, 4)),
     })
 }
 

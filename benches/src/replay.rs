@@ -67,7 +67,7 @@ struct Setup {
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Request {
-    Start(Setup),
+    Start(Box<Setup>),
     /// Replay from this time of the machine's clock on.
     Go {
         source: EndpointAddress,
@@ -149,8 +149,8 @@ pub(crate) fn run(arguments: &ReplayArgs) -> Result<bool> {
 
     let mut source = Child::start("prefill", &["peer", "replay-source"])?;
     let mut destination = Child::start("decode", &["peer", "replay-destination"])?;
-    source.send(&Request::Start(setup.clone()))?;
-    destination.send(&Request::Start(setup.clone()))?;
+    source.send(&Request::Start(Box::new(setup.clone())))?;
+    destination.send(&Request::Start(Box::new(setup.clone())))?;
     let address: EndpointAddress = source.answered(SILENCE_MAX)?;
     let _: EndpointAddress = destination.answered(SILENCE_MAX)?;
     let begun = Instant::now();

@@ -148,6 +148,7 @@ fn all(mut bench: Bench, works: &[Work], movers: &[Mover], arguments: &MeasureAr
         }
     }
     if !arguments.json {
+        terminal::line(&format!("connected in {}", terminal::duration(bench.connect)));
         terminal::line(&bench.path());
         terminal::line("");
         print(&rows);

@@ -79,12 +79,15 @@ impl Shape {
                 PoolLayout::opaque(block_bytes, self.blocks)?
             }
         };
-        // The baseline moves the same bytes only if both agree on where blocks are.
-        let same = layout.planes().len() == self.planes as usize
-            && (0..self.planes).all(|plane| {
-                let last = self.blocks - 1;
-                layout.plane_offset(plane as usize, last).ok() == Some((0, self.offset(plane, last)))
-            });
+        // The baseline moves the same bytes only if both agree on where blocks are; in which order planes are declared is
+        // no matter, because the same blocks are taken of all of them.
+        let last = self.blocks.saturating_sub(1);
+        let mut found: Vec<_> = (0..layout.planes().len())
+            .map(|plane| layout.plane_offset(plane, last).ok())
+            .collect();
+        found.sort_unstable();
+        let expected = (0..self.planes).map(|plane| Some((0, self.offset(plane, last))));
+        let same = found.len() == self.planes as usize && found.into_iter().eq(expected);
         if same {
             Ok(layout)
         } else {
@@ -210,7 +213,7 @@ impl Named {
             Named::W1 => (1, pool_bytes & !4095, 1, 7, 2),
             Named::W2 => (1, 64 << 10, 4096, 15, 3),
             Named::W3 => (1, 4 << 10, 16_384, 15, 3),
-            Named::W4 => (1, 4 << 10, 1, 1, 0),
+            Named::W4 => (1, 4 << 10, 1, 5, 1),
             Named::W5 => (160, 8 << 10, 128, 15, 3),
         };
         if pool_bytes < 4096 {
@@ -223,7 +226,7 @@ impl Named {
         })?;
         if self == Named::W5 {
             // 768 blocks per plane in 1 GiB, as in the comparison scripts: an engine's pool is not filled to the edge.
-            per_plane = (u128::from(pool_bytes) * 768 >> 30) as u32;
+            per_plane = ((u128::from(pool_bytes) * 768) >> 30) as u32;
         }
         let count = match self {
             Named::W1 => 1,

@@ -444,6 +444,10 @@ impl<T> Core<T> {
 }
 
 impl<T> Core<T> {
+    pub(crate) fn id(&self) -> HandleId {
+        self.id
+    }
+
     fn call<R>(&self, decide: impl FnOnce(&mut State, Time, HandleId) -> R) -> R {
         self.shared.call(|state, now| decide(state, now, self.id))
     }

@@ -1,5 +1,5 @@
 //! Submitting costs per block list, not per descriptor: counted by an allocator.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 
@@ -86,10 +86,10 @@ fn nothing_is_allocated_per_descriptor() {
         (count, bytes)
     };
     // Tables grow to their working size first.
-    for _ in 0..8 {
+    for _ in 0..4 {
         push(128);
     }
-    let least = |blocks: u32| (0..10).map(|_| push(blocks)).min().unwrap();
+    let least = |blocks: u32| (0..5).map(|_| push(blocks)).min().unwrap();
     let (small, small_bytes) = least(8);
     let (large, large_bytes) = least(128);
     println!("push of 8 blocks: {small} allocations, {small_bytes} bytes; of 128: {large}, {large_bytes}");
@@ -124,11 +124,11 @@ fn nothing_is_allocated_per_descriptor() {
         offer.released().wait(LONG).unwrap();
         (fill + finish, fill_bytes + finish_bytes)
     };
-    for n in 0..4 {
+    for n in 0..3 {
         hand_over(&format!("warm-{n}"), 128);
     }
     let least = |blocks: u32| {
-        (0..10)
+        (0..5)
             .map(|n| hand_over(&format!("{blocks}-{n}"), blocks))
             .min()
             .unwrap()

@@ -1,5 +1,5 @@
 //! The endpoint itself: start and stop, settings, strangers at the door, events, limits, metrics.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 
@@ -128,7 +128,12 @@ fn an_address_that_nobody_answers_is_unreachable() {
         };
         let claim = decode
             .endpoint
-            .claim("nobody", &decode.pool, &[address.clone()], ClaimOptions::default())
+            .claim(
+                "nobody",
+                &decode.pool,
+                std::slice::from_ref(&address),
+                ClaimOptions::default(),
+            )
             .unwrap();
         claim.fill(tokens(16, [1])).unwrap();
         let began = Instant::now();

@@ -1,5 +1,5 @@
 //! Death, stops and restarts of real processes. The child is this test binary, started again.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 

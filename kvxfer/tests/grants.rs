@@ -1,5 +1,5 @@
 //! The layer below: grants, pushes, pulls.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 
@@ -42,7 +42,7 @@ fn a_push_places_its_bytes_and_delivers_its_message() {
 #[test]
 fn a_large_message_arrives_whole() {
     let (sender, receiver) = pair();
-    let message: Arc<[u8]> = (0..64u32 << 10).map(|n| (n * 7 >> 3) as u8).collect();
+    let message: Arc<[u8]> = (0..64u32 << 10).map(|n| ((n * 7) >> 3) as u8).collect();
     for _ in 0..8 {
         let granted = receiver.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
         let options = PushOptions {

@@ -1,5 +1,5 @@
 //! Offers and claims between endpoints of one process.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! What an endpoint costs while it does nothing. One test, so that nothing else runs in this process.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 

@@ -1,5 +1,5 @@
 //! Many hand-overs with random faults: every arrival is right, every handle ends, and nothing is left.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 

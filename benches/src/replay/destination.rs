@@ -15,7 +15,7 @@ use crate::work::TOKENS_PER_BLOCK;
 
 /// Serves the parent.
 pub(crate) fn serve() -> Result<()> {
-    let mut worker: Option<(Worker, Setup)> = None;
+    let mut worker: Option<(Worker, Box<Setup>)> = None;
     control::serve_parent(|request, channel| match request {
         Request::Start(setup) => {
             let started = Worker::start("decode", &setup);

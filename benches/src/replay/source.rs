@@ -17,7 +17,7 @@ const CHUNK_TOKENS: u32 = 512;
 
 /// Serves the parent.
 pub(crate) fn serve() -> Result<()> {
-    let mut worker: Option<(Worker, Setup)> = None;
+    let mut worker: Option<(Worker, Box<Setup>)> = None;
     control::serve_parent(|request, channel| match request {
         Request::Start(setup) => {
             let started = Worker::start("prefill", &setup);

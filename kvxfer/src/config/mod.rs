@@ -7,7 +7,7 @@
 //! use kvxfer::Config;
 //!
 //! let mut config = Config::from_toml_str("transports = [\"tcp\"]\n[limits]\nslots_max = 512")?;
-//! config.deadlines.liveness_ms = 1_000; // code goes over the file
+//! config.deadlines.liveness_ms = 5_000; // code goes over the file
 //! config.validate()?;
 //! assert!(Config::from_toml_str("[limits]\nslot_max = 1").unwrap_err().to_string().contains("limits.slots_max"));
 //! # Ok::<(), kvxfer::Error>(())

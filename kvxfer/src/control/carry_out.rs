@@ -32,6 +32,10 @@ impl After {
     /// Ends a handle. Whoever waits for it in a blocking call goes on at once; the rest follows after the lock.
     pub(super) fn ended(&mut self, shared: &Shared, id: HandleId, entry: Entry, result: Result<Outcome>, now: Time) {
         let error = result.as_ref().err().map(Error::kind);
+        match &result {
+            Ok(_) => tracing::debug!(handle = id.0, kind = entry.kind.name(), "handle ended"),
+            Err(error) => tracing::debug!(handle = id.0, kind = entry.kind.name(), %error, "handle ended"),
+        }
         shared
             .metrics
             .handle_ended(entry.kind, now.since(entry.opened), &result);
@@ -143,7 +147,10 @@ impl Shared {
         }
     }
 
-    fn connect_link(self: &Arc<Self>, state: &mut State, transport: &str, peer: LinkPeer) {
+    fn connect_link(self: &Arc<Self>, state: &mut State, transport: &str, mut peer: LinkPeer) {
+        // The peer says where it listens; what we may not talk to, we do not dial for it either.
+        peer.addresses
+            .retain(|address| dial::allowed(&self.config.security, address.ip()).is_ok());
         let number = state.next_link;
         state.next_link += 1;
         let incarnation = peer.incarnation;

@@ -186,14 +186,32 @@ impl Shared {
 
     /// As [`call`](Self::call), for what starts new work.
     pub(crate) fn begin<R>(self: &Arc<Self>, decide: impl FnOnce(&mut State, Time) -> Result<R>) -> Result<R> {
-        self.call(|state, now| match state.phase {
-            Phase::Open => decide(state, now),
+        self.call(|state, now| {
+            self.takes_work(state)?;
+            decide(state, now)
+        })
+    }
+
+    /// As [`begin`](Self::begin), with what follows carried out by the control thread: waking data threads costs a
+    /// caller more than deciding does, and large work does not mind the hop.
+    pub(crate) fn begin_heavy<R>(self: &Arc<Self>, decide: impl FnOnce(&mut State, Time) -> Result<R>) -> Result<R> {
+        let mut state = self.state.lock();
+        self.takes_work(&state)?;
+        let result = decide(&mut state, clock::now());
+        drop(state);
+        self.reports.ring();
+        result
+    }
+
+    fn takes_work(&self, state: &State) -> Result<()> {
+        match state.phase {
+            Phase::Open => Ok(()),
             Phase::Draining => Err(Error::new(ErrorKind::Closed, "new work")
                 .at(format!("endpoint {}", self.name))
                 .because("the endpoint drains")
                 .remedy("send it to another endpoint")),
             Phase::Closed => Err(closed(&self.name)),
-        })
+        }
     }
 
     /// Looks at the state without deciding anything.

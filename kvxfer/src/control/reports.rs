@@ -86,7 +86,7 @@ impl Reports {
     }
 
     /// Wakes the control thread.
-    fn ring(&self) {
+    pub(super) fn ring(&self) {
         if !self.waiting.swap(true, Ordering::AcqRel) {
             self.wake.notify_one();
         }

@@ -116,6 +116,7 @@ impl Endpoint {
         let core = self.open(HandleKind::Offer, options.events, Sink::Release, |state, now| {
             state.machine.offer(now, key.as_ref(), id, options.machine())
         })?;
+        tracing::debug!(handle = core.id().0, key = %shown(key.as_ref()), "offer opened");
         Ok(Offer::new(core, Arc::clone(&pool.inner.layout)))
     }
 
@@ -157,6 +158,7 @@ impl Endpoint {
                 .machine
                 .claim(now, key.as_ref(), id, sources, options.machine(own_set))
         })?;
+        tracing::debug!(handle = core.id().0, key = %shown(key.as_ref()), ?sources, "claim opened");
         Ok(Claim::new(core))
     }
 
@@ -174,9 +176,11 @@ impl Endpoint {
         access(grant, Access::Write)?;
         let id = pool.inner.id()?;
         let source: Target = source.into();
-        let core = self.open(HandleKind::Push, options.events, Sink::Delivery, |state, now| {
+        let heavy = is_heavy(&source);
+        let core = self.open_with(heavy, HandleKind::Push, options.events, Sink::Delivery, |state, now| {
             state.machine.push(now, id, source, grant, options.machine())
         })?;
+        tracing::debug!(handle = core.id().0, grant = %grant.name, "push opened");
         Ok(Transfer::new(core, grant.name.incarnation))
     }
 
@@ -197,6 +201,7 @@ impl Endpoint {
         let core = self.open(HandleKind::Pull, options.events, Sink::Delivery, |state, now| {
             state.machine.pull(now, grant, id, destination, options.machine())
         })?;
+        tracing::debug!(handle = core.id().0, grant = %grant.name, "pull opened");
         Ok(Transfer::new(core, grant.name.incarnation))
     }
 
@@ -319,13 +324,24 @@ impl Endpoint {
         sink: impl FnOnce(Completer<T>) -> Sink,
         decide: impl FnOnce(&mut State, Time) -> Result<HandleId>,
     ) -> Result<Core<T>> {
+        self.open_with(false, kind, events, sink, decide)
+    }
+
+    fn open_with<T>(
+        &self,
+        heavy: bool,
+        kind: HandleKind,
+        events: Option<u64>,
+        sink: impl FnOnce(Completer<T>) -> Sink,
+        decide: impl FnOnce(&mut State, Time) -> Result<HandleId>,
+    ) -> Result<Core<T>> {
         let shared = &self.shared;
         let hurries = matches!(kind, HandleKind::Push).then(|| Arc::clone(&shared.reports));
         let (completion, completer) = Completion::new(hurries.clone());
         let source = events.map(|data| shared.events.reserve(data));
         let waiting = source.as_ref().and(hurries.as_ref()).map(Waiting::new);
         let reserved = source.is_some();
-        let opened = shared.begin(|state, now| {
+        let register = |state: &mut State, now: Time| {
             let id = decide(state, now)?;
             let entry = Entry {
                 kind,
@@ -336,7 +352,11 @@ impl Endpoint {
             };
             state.handles.insert(id, entry);
             Ok(id)
-        });
+        };
+        let opened = match heavy {
+            true => shared.begin_heavy(register),
+            false => shared.begin(register),
+        };
         let id = opened.inspect_err(|_| {
             if reserved {
                 shared.events.unreserve();
@@ -358,6 +378,23 @@ impl Drop for Endpoint {
 impl std::fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "Endpoint({} {:?})", self.name(), self.incarnation())
+    }
+}
+
+/// A key in the log: text if it is, and not all of a long one.
+fn shown(key: &[u8]) -> impl std::fmt::Display + '_ {
+    key[..key.len().min(64)].escape_ascii()
+}
+
+/// Whether a push is large enough that one hop to the control thread does not matter to it.
+fn is_heavy(source: &Target) -> bool {
+    /// Blocks of one request: at 160 planes of 8 KiB each, 40 MB.
+    const HEAVY_BLOCKS: usize = 32;
+    match source {
+        Target::Selection { selection, .. } => {
+            selection.groups.iter().map(|group| group.blocks.len()).sum::<usize>() >= HEAVY_BLOCKS
+        }
+        Target::Descriptors(descriptors) => descriptors.len() >= HEAVY_BLOCKS,
     }
 }
 

@@ -123,12 +123,12 @@ impl World {
                 let end = (start + blocks * per_block).min(tokens);
                 steps.push(Step::Append(start..end));
                 // The last tokens of a half-full block go with `finish`.
-                if end % per_block == 0 && self.rng.percent(75) {
+                if end.is_multiple_of(per_block) && self.rng.percent(75) {
                     let mut cuts: Vec<Range<u16>> = if layers > 1 && self.rng.percent(50) {
                         let cut = 1 + self.rng.below(u64::from(layers) - 1) as u16;
                         vec![0..cut, cut..layers]
                     } else {
-                        vec![0..layers]
+                        std::iter::once(0..layers).collect()
                     };
                     self.rng.shuffle(&mut cuts);
                     for layers in cuts {

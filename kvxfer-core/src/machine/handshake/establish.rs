@@ -183,7 +183,12 @@ impl Machine {
             return;
         };
         let said = connection.pools_said.clone();
-        for gone in said.iter().filter(|pool| !self.pools.contains_key(pool)).copied().collect::<Vec<_>>() {
+        for gone in said
+            .iter()
+            .filter(|pool| !self.pools.contains_key(pool))
+            .copied()
+            .collect::<Vec<_>>()
+        {
             self.send(now, incarnation, Message::PoolRemoved(gone));
         }
         for advert in self.pool_adverts() {

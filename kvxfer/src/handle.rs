@@ -77,7 +77,7 @@ impl Offer {
     /// No more blocks come: the request has `token_end` tokens. What has not been released is now, with state blocks.
     ///
     /// # Errors
-    /// `OutOfBounds` if fewer tokens were appended; `InvalidArgument` if it was finished; `Closed` after the end.
+    /// `OutOfBounds` if fewer tokens were appended; `InvalidArgument` if later tokens were released or it was finished; `Closed` after the end.
     pub fn finish(&self, token_end: u32) -> Result<()> {
         self.core
             .call(|state, now, id| state.machine.finish(now, id, token_end))

@@ -35,7 +35,13 @@ impl Machine {
     pub(super) fn start_dial(&mut self, now: Time, purpose: Purpose, addresses: Vec<SocketAddr>) -> ConnectionId {
         let connection = ConnectionId(DIALED_FROM | self.next_connection);
         self.next_connection += 1;
+        // A peer that is not reached is said to be so when `liveness` is over, not when the last dial is.
+        let latest = match purpose {
+            Purpose::Resolve(socket) => self.resolving.get(&socket).map(|peer| peer.since),
+            Purpose::Peer(_) | Purpose::Accepted => None,
+        };
         let deadline = now + self.config.connect_timeout;
+        let deadline = latest.map_or(deadline, |since| deadline.min((since + self.config.liveness).max(now)));
         let peer = match purpose {
             Purpose::Peer(incarnation) => Some(incarnation),
             _ => None,

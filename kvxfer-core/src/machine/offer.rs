@@ -257,6 +257,14 @@ impl Machine {
                     .remedy("append the missing blocks first"),
             );
         }
+        let released = offer.released.token_end();
+        if token_end < released {
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, format!("a request of {token_end} tokens"))
+                    .because(format!("tokens below {released} were released already"))
+                    .remedy("finish with the number of tokens that the request has, or restart the offer"),
+            );
+        }
         offer.finished = Some(token_end);
         offer.since = now;
         let rest = offer.released.release_rest(token_end);

@@ -60,6 +60,12 @@ impl Released {
         })
     }
 
+    /// One past the last token released of any layer.
+    pub(super) fn token_end(&self) -> u32 {
+        let ends = self.layers.iter().filter_map(|layer| layer.tokens.last());
+        ends.map(|tokens| tokens.1).max().unwrap_or(0)
+    }
+
     /// Releases whatever is left below `token_end`, and all states.
     pub(super) fn release_rest(&mut self, token_end: u32) -> Vec<PartRange> {
         let rest: Vec<Layer> = self

@@ -4,7 +4,7 @@ use std::net::SocketAddr;
 use std::sync::Arc;
 use std::thread;
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 use tokio::runtime::Handle as RuntimeHandle;
 
 use kvxfer_core::flow::SlotTable;
@@ -17,7 +17,7 @@ use crate::control::{Parts, Shared, bind};
 use crate::random;
 use crate::transports::Transports;
 
-use super::Endpoint;
+use super::{Closing, Endpoint};
 
 /// Virtual; what is not touched costs nothing.
 const CONTROL_STACK_BYTES: usize = 1 << 20;
@@ -156,7 +156,8 @@ impl Builder {
         Ok(Endpoint {
             shared,
             control: Mutex::new(control),
-            closed: false.into(),
+            closing: Mutex::new(Closing::Open),
+            has_closed: Condvar::new(),
         })
     }
 

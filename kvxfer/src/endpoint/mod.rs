@@ -4,11 +4,10 @@ mod builder;
 mod explain;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
+use std::thread::{JoinHandle, ThreadId};
 use std::time::{Duration, Instant};
 
-use parking_lot::Mutex;
+use parking_lot::{Condvar, Mutex};
 
 use kvxfer_core::layout::PoolLayout;
 use kvxfer_core::machine::HandleId;
@@ -37,7 +36,17 @@ const DROP_LIMIT: Duration = Duration::from_secs(1);
 pub struct Endpoint {
     shared: Arc<Shared>,
     control: Mutex<Option<JoinHandle<()>>>,
-    closed: AtomicBool,
+    closing: Mutex<Closing>,
+    has_closed: Condvar,
+}
+
+/// How far an endpoint's end is.
+#[derive(Debug, Clone)]
+pub(crate) enum Closing {
+    Open,
+    /// This thread is at it.
+    By(ThreadId),
+    Closed(Result<()>),
 }
 
 /// A peer, for people.
@@ -266,10 +275,40 @@ impl Endpoint {
     /// # Errors
     /// `DeadlineExceeded` if something was not fenced in time: the endpoint is closed all the same, and the handles
     /// concerned ended as quarantined.
+    ///
+    /// Several threads may call it: all but the first wait for its result.
     pub fn close(&self, timeout: Duration) -> Result<()> {
-        if self.closed.swap(true, Ordering::AcqRel) {
-            return Ok(());
+        let began = Instant::now();
+        let this = std::thread::current().id();
+        let mut closing = self.closing.lock();
+        loop {
+            match &*closing {
+                Closing::Open => break,
+                Closing::Closed(result) => return result.clone(),
+                // A waker of this very call: there is nothing to wait for.
+                Closing::By(thread) if *thread == this => return Ok(()),
+                Closing::By(_) => {
+                    let left = timeout.saturating_sub(began.elapsed());
+                    if left.is_zero() || self.has_closed.wait_for(&mut closing, left).timed_out() {
+                        return Err(Error::new(
+                            ErrorKind::DeadlineExceeded,
+                            format!("closing endpoint {}", self.name()),
+                        )
+                        .because(format!("another thread is still closing it after {timeout:?}"))
+                        .remedy("do not reuse its blocks before one of the two calls has returned Ok"));
+                    }
+                }
+            }
         }
+        *closing = Closing::By(this);
+        drop(closing);
+        let result = self.close_once(began, timeout);
+        *self.closing.lock() = Closing::Closed(result.clone());
+        self.has_closed.notify_all();
+        result
+    }
+
+    fn close_once(&self, began: Instant, timeout: Duration) -> Result<()> {
         let shared = &self.shared;
         shared.call(|state, now| {
             state.phase = Phase::Closed;
@@ -277,7 +316,6 @@ impl Endpoint {
         });
         // This thread takes turns itself, so that it does not depend on a runtime that the application may have blocked.
         // Counted from the beginning: an end could lie beyond what the clock can say.
-        let began = Instant::now();
         let mut pause = Duration::from_micros(50);
         let quiet = loop {
             while shared.turn(false) {}

@@ -283,12 +283,18 @@ fn streams(
     )?;
     if work.name == Named::W5.name() {
         let posts: Vec<f64> = push.reps.iter().map(|rep| 1e6 * rep.post_seconds).collect();
+        let cpu: Vec<f64> = push.reps.iter().map(|rep| 1e6 * rep.post_cpu_seconds).collect();
         figures.add(
             "submit of w5 on the caller's thread",
             push.post_us(),
             "µs",
             Must::AtMost(20.0),
-            format!("quartiles {:.1}..{:.1}", quantile(&posts, 0.25), quantile(&posts, 0.75)),
+            format!(
+                "quartiles {:.1}..{:.1}; processor time of that thread {:.1}",
+                quantile(&posts, 0.25),
+                quantile(&posts, 0.75),
+                median(&cpu)
+            ),
         )?;
     }
     Ok(())

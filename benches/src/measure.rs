@@ -80,6 +80,8 @@ pub(crate) struct Rep {
     pub(crate) seconds: f64,
     /// The submitting call alone.
     pub(crate) post_seconds: f64,
+    /// Processor time in it: without what other threads took of its core meanwhile.
+    pub(crate) post_cpu_seconds: f64,
     pub(crate) cpu_initiator: f64,
     pub(crate) cpu_target: f64,
     pub(crate) disturbed: bool,
@@ -278,7 +280,7 @@ impl Bench {
                     Mover::RawPut => streams.put(&ours, &theirs, work.shape.block_bytes)?,
                     _ => streams.get(&ours, &theirs, work.shape.block_bytes)?,
                 }
-                Duration::ZERO
+                Post::default()
             }
         };
         let window = begun.elapsed();
@@ -294,7 +296,8 @@ impl Bench {
         }
         Ok(Rep {
             seconds: window.as_secs_f64(),
-            post_seconds: post.as_secs_f64(),
+            post_seconds: post.wall.as_secs_f64(),
+            post_cpu_seconds: post.cpu.as_secs_f64(),
             cpu_initiator: cpu.as_secs_f64(),
             cpu_target: end.cpu_seconds,
             disturbed: usage::disturbed(busy, cpu + Duration::from_secs_f64(end.cpu_seconds), window),
@@ -303,26 +306,26 @@ impl Bench {
         })
     }
 
-    fn push(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Duration> {
+    fn push(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Post> {
         // The caller's own list, which it gives away.
         let source = selections.source.clone();
         let pool = self.side.pool(Flow::Out)?;
-        let begun = Instant::now();
+        let begun = Post::begin();
         let transfer = self.side.endpoint.push(pool, source, grant, PushOptions::default())?;
-        let post = begun.elapsed();
+        let post = begun.end();
         transfer.done().wait(TRANSFER_MAX)?;
         Ok(post)
     }
 
-    fn pull(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Duration> {
+    fn pull(&self, selections: &Selections, grant: &kvxfer::Grant) -> Result<Post> {
         let destination = selections.destination.clone();
         let pool = self.side.pool(Flow::In)?;
-        let begun = Instant::now();
+        let begun = Post::begin();
         let transfer = self
             .side
             .endpoint
             .pull(grant, pool, destination, PullOptions::default())?;
-        let post = begun.elapsed();
+        let post = begun.end();
         transfer.done().wait(TRANSFER_MAX)?;
         Ok(post)
     }
@@ -514,6 +517,30 @@ impl Measured {
             other.seconds() / self.seconds(),
             [quantile(&pairs, 0.25), quantile(&pairs, 0.75)],
         )
+    }
+}
+
+/// What the submitting call took.
+#[derive(Debug, Clone, Copy, Default)]
+struct Post {
+    wall: Duration,
+    cpu: Duration,
+}
+
+struct PostBegun(Instant, Duration);
+
+impl Post {
+    fn begin() -> PostBegun {
+        PostBegun(Instant::now(), usage::thread_time())
+    }
+}
+
+impl PostBegun {
+    fn end(self) -> Post {
+        Post {
+            wall: self.0.elapsed(),
+            cpu: usage::thread_time() - self.1,
+        }
     }
 }
 

@@ -14,6 +14,12 @@ pub(crate) fn processor_time() -> Duration {
     Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32)
 }
 
+/// Processor time of the calling thread so far.
+pub(crate) fn thread_time() -> Duration {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    Duration::new(time.tv_sec.max(0) as u64, time.tv_nsec as u32)
+}
+
 /// Nanoseconds on the machine's clock: the same in all of its processes.
 pub(crate) fn clock_nanos() -> u64 {
     let time = clock_gettime(ClockId::Monotonic);

@@ -62,11 +62,12 @@ impl Offer {
             .call(|state, now, id| state.machine.append(now, id, selection))
     }
 
-    /// Releases a part for sending: these tokens of these layers (indices in the pool's layer list; `..` is all).
+    /// Releases a part for sending: these tokens of these layers (indices in the pool's layer list; `..` is all, and an
+    /// end beyond the last layer means the last).
     ///
     /// # Errors
-    /// `InvalidArgument` for empty ranges, `OutOfBounds` for layers there are not and tokens not appended; `Busy` at the
-    /// limit of parts; `Closed` after the end.
+    /// `OutOfBounds` for empty ranges, a first layer there is not and tokens beyond those appended; `InvalidArgument`
+    /// for tokens of a layer that were released before; `Busy` at the limit of parts; `Closed` after the end.
     pub fn ready(&self, tokens: Range<u32>, layers: impl RangeBounds<u16>) -> Result<()> {
         let layers = self.layer_range(layers);
         self.core
@@ -76,7 +77,7 @@ impl Offer {
     /// No more blocks come: the request has `token_end` tokens. What has not been released is now, with state blocks.
     ///
     /// # Errors
-    /// `InvalidArgument` if more or fewer tokens were appended.
+    /// `OutOfBounds` if fewer tokens were appended; `InvalidArgument` if it was finished; `Closed` after the end.
     pub fn finish(&self, token_end: u32) -> Result<()> {
         self.core
             .call(|state, now, id| state.machine.finish(now, id, token_end))

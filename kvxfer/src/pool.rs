@@ -149,11 +149,12 @@ impl Pool {
     /// # Errors
     /// `Busy` if something still does.
     pub fn close_wait(&self, timeout: Duration) -> Result<()> {
-        let deadline = Instant::now() + timeout;
+        let began = Instant::now();
         loop {
             match self.close() {
-                Err(error) if error.kind() == ErrorKind::Busy && Instant::now() < deadline => {
-                    let left = deadline.saturating_duration_since(Instant::now());
+                // Counted from the beginning: an end could lie beyond what the clock can say.
+                Err(error) if error.kind() == ErrorKind::Busy && began.elapsed() < timeout => {
+                    let left = timeout.saturating_sub(began.elapsed());
                     // Asked again when anything ends, and at least every few milliseconds.
                     self.inner.shared.pause(left.min(Duration::from_millis(5)));
                 }

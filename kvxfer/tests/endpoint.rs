@@ -431,6 +431,37 @@ fn a_dropped_pool_stays_until_its_last_handle_ends() {
     });
 }
 
+/// Pools are numbered per endpoint, and the first of each has the same number: taken for ours, it would name other memory.
+#[test]
+fn another_endpoints_pool_is_refused_by_every_call() {
+    let (prefill, decode) = pair();
+    let (here, foreign) = (&prefill.endpoint, &decode.pool);
+    let kind = |result: kvxfer::Result<()>| result.unwrap_err().kind();
+    let offer = here.offer("foreign", foreign, OfferOptions::default());
+    assert_eq!(kind(offer.map(drop)), ErrorKind::NotRegistered);
+    let sources = [decode.endpoint.address()];
+    let claim = here.claim("foreign", foreign, &sources, ClaimOptions::default());
+    assert_eq!(kind(claim.map(drop)), ErrorKind::NotRegistered);
+    let write = foreign.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
+    let push = here.push(foreign, tokens(16, [2]), write.grant(), PushOptions::default());
+    assert_eq!(kind(push.map(drop)), ErrorKind::NotRegistered);
+    let read = foreign.serve(tokens(16, [1]), GrantOptions::default()).unwrap();
+    let pull = here.pull(read.grant(), foreign, tokens(16, [2]), kvxfer::PullOptions::default());
+    assert_eq!(kind(pull.map(drop)), ErrorKind::NotRegistered);
+}
+
+/// "As long as it takes" is a timeout like any other, in every call that takes one and can wait.
+#[test]
+fn the_longest_timeout_is_no_panic() {
+    let side = Side::new("patient");
+    let grant = side.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
+    grant.cancel();
+    assert!(grant.arrived().wait(Duration::MAX).is_err());
+    side.pool.close_wait(Duration::MAX).unwrap();
+    side.endpoint.drain(Duration::MAX).unwrap();
+    side.endpoint.close(Duration::MAX).unwrap();
+}
+
 #[test]
 fn draining_refuses_new_work_and_waits_for_the_old() {
     let (prefill, decode) = pair();

@@ -402,7 +402,9 @@ impl Machine {
             self.refused(now, id, refusal);
             return;
         }
-        self.note_restarts(now, &hello, None);
+        if !mutants::is(Mutant::AcceptOtherIncarnation) {
+            self.note_restarts(now, &hello, None);
+        }
         let Some(connection) = self.connections.get_mut(&id) else {
             return;
         };

@@ -129,7 +129,7 @@ impl Nest {
 
 /// Takes the pieces of a stream in order. Bounded: it clips the last piece and says when it has enough.
 pub(super) trait Sink {
-    /// Takes a piece. False when no more is wanted; the piece then counts only as far as [`covered`](Self::covered).
+    /// Takes a piece. False when no more is wanted; the piece then counts only as far as what it says it covered.
     fn put(&mut self, side: &SidePlane, offset: u64, length: u64) -> bool;
 
     /// Takes `count` pieces of `length` bytes, the first at `offset`, then every `stride` bytes. None touches the next.

@@ -15,7 +15,7 @@ use kvxfer_core::machine::HandleId;
 use kvxfer_core::memory::Region;
 use kvxfer_core::plan::Target;
 use kvxfer_core::wire::{Access, EndpointAddress, Grant};
-use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
+use kvxfer_core::{Error, ErrorKind, Incarnation, PoolId, Result, Time};
 
 use crate::completion::{Completer, Completion, Waiting};
 use crate::config::Config;
@@ -112,7 +112,7 @@ impl Endpoint {
     /// # Errors
     /// `DuplicateKey` if a live offer has the key, `InvalidArgument` for the key or options, `Busy` at a limit.
     pub fn offer(&self, key: impl AsRef<[u8]>, pool: &Pool, options: OfferOptions) -> Result<Offer> {
-        let id = pool.inner.id()?;
+        let id = self.own(pool)?;
         let core = self.open(HandleKind::Offer, options.events, Sink::Release, |state, now| {
             state.machine.offer(now, key.as_ref(), id, options.machine())
         })?;
@@ -148,7 +148,7 @@ impl Endpoint {
         sources: &[EndpointAddress],
         options: ClaimOptions,
     ) -> Result<Claim> {
-        let id = pool.inner.id()?;
+        let id = self.own(pool)?;
         let own_set = match options.set {
             Some(set) => set,
             None => random::bits()?,
@@ -174,7 +174,7 @@ impl Endpoint {
         options: PushOptions,
     ) -> Result<Transfer> {
         access(grant, Access::Write)?;
-        let id = pool.inner.id()?;
+        let id = self.own(pool)?;
         let source: Target = source.into();
         let heavy = is_heavy(&source);
         let core = self.open_with(heavy, HandleKind::Push, options.events, Sink::Delivery, |state, now| {
@@ -196,7 +196,7 @@ impl Endpoint {
         options: PullOptions,
     ) -> Result<Transfer> {
         access(grant, Access::Read)?;
-        let id = pool.inner.id()?;
+        let id = self.own(pool)?;
         let destination: Target = destination.into();
         let core = self.open(HandleKind::Pull, options.events, Sink::Delivery, |state, now| {
             state.machine.pull(now, grant, id, destination, options.machine())
@@ -276,14 +276,15 @@ impl Endpoint {
             state.machine.shutdown(now);
         });
         // This thread takes turns itself, so that it does not depend on a runtime that the application may have blocked.
-        let deadline = Instant::now() + timeout;
+        // Counted from the beginning: an end could lie beyond what the clock can say.
+        let began = Instant::now();
         let mut pause = Duration::from_micros(50);
         let quiet = loop {
             while shared.turn(false) {}
             if shared.look(|state| state.handles.is_empty() && state.machine.is_quiet()) {
                 break true;
             }
-            if Instant::now() >= deadline {
+            if began.elapsed() >= timeout {
                 break false;
             }
             shared.pause(pause);
@@ -314,6 +315,20 @@ impl Endpoint {
                 ))
                 .remedy("do not reuse the blocks of those handles"),
         )
+    }
+
+    /// The number of a pool of this endpoint. Numbers are per endpoint: another's would name different memory here.
+    fn own(&self, pool: &Pool) -> Result<PoolId> {
+        if Arc::ptr_eq(&pool.inner.shared, &self.shared) {
+            return pool.inner.id();
+        }
+        Err(Error::new(
+            ErrorKind::NotRegistered,
+            format!("a pool of endpoint {}", pool.inner.shared.name),
+        )
+        .at(format!("endpoint {}", self.name()))
+        .because("a pool belongs to the endpoint that it was registered with")
+        .remedy("pass a pool of this endpoint, or register the memory here too"))
     }
 
     /// Opens a handle: reserves its event places, lets the machine decide, and registers where its end goes.

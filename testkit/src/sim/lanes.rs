@@ -4,7 +4,7 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender, TransferId};
+use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender, SendEvent, TransferId};
 use kvxfer_core::machine::LinkCommand;
 use kvxfer_core::transport::{LinkEvent, LinkPeer};
 use kvxfer_core::wire::lane::LaneHello;
@@ -583,9 +583,27 @@ impl World {
         usize::from(self.lanes[lane].ends[0].link != Some(link))
     }
 
+    /// A lane of the link that is in the middle of a chunk of this transfer.
+    fn lane_that_sends(&self, link: LinkIndex, id: TransferId) -> Option<LaneIndex> {
+        self.links[link]
+            .lanes
+            .iter()
+            .flatten()
+            .copied()
+            .find(|lane| self.lanes[*lane].ends[self.end_of(*lane, link)].sending_transfer() == Some(id))
+    }
+
     /// Hands the sender's events to the control plane.
     pub(crate) fn drain_sender(&mut self, link: LinkIndex) {
         while let Some(event) = self.links[link].sender.poll_event() {
+            if let SendEvent::Quiet(id) = event
+                && let Some(lane) = self.lane_that_sends(link, id)
+            {
+                self.fail(
+                    "3 no false read",
+                    format!("{id:?} is said to be quiet while lane {lane} is sending a chunk of it"),
+                );
+            }
             self.report(link, LinkEvent::Send(event));
         }
         let transfers = self.links[link].sender.transfers();

@@ -199,10 +199,7 @@ impl World {
                 stamps.extend_from_slice(&pool.stamp[region][start..start + count]);
                 for owner in &pool.owner[region][start..start + count] {
                     let record = &self.ledger[*owner as usize];
-                    if *owner == 0
-                        || !record.is_source()
-                        || ((record.ended.is_some() || record.released) && !record.quarantined)
-                    {
+                    if *owner == 0 || !record.is_source() || (record.ended.is_some() && !record.quarantined) {
                         trespass = Some(format!(
                             "node {node} reads bytes of region {region} at {start} for sending, which belong to {}",
                             self.describe(*owner)

@@ -79,6 +79,9 @@ pub(super) const ACKNOWLEDGE_EVERY: u64 = 64;
 pub(super) const HANDSHAKES_MAX: usize = 1024;
 /// A sender binds a grant to its session (so that its owner hears of the sender's death) if it lasts this long.
 pub(super) const BIND_AFTER: Duration = Duration::from_millis(200);
+/// Pushes of so many bytes are planned at the next turn, not on the caller's thread: with cold caches the plan of 160
+/// planes takes 20 µs and more, which the transfer (4 ms and more) does not notice and the model's thread does.
+pub(super) const PLAN_LATER_BYTES: u64 = 8 << 20;
 /// How often something that found no room (a slot, a place in a link) tries again.
 pub(super) const RETRY_AFTER: Duration = Duration::from_millis(5);
 /// How often fences that no event announces are looked at.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::config::BIND_AFTER;
+use super::config::{BIND_AFTER, PLAN_LATER_BYTES};
 use super::links::{LinkPhase, TransferOwner};
 use super::slots::{SlotKey, SlotOwner, maybe_written, quarantined, unknown};
 use super::timers::TimerKey;
@@ -114,7 +114,7 @@ impl Machine {
         if let Target::Selection { selection, .. } = &source {
             own.layout.check(selection)?;
         }
-        source.bytes(&own.layout)?;
+        let bytes = source.bytes(&own.layout)?;
         if options
             .message
             .as_ref()
@@ -153,7 +153,10 @@ impl Machine {
         );
         self.uses.insert(grant.name, UseOwner::Push(id));
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if self.has_session(peer)
+        if bytes >= PLAN_LATER_BYTES {
+            // Planned at the next turn, off the caller's thread: it does not notice the moment.
+            self.timers.set(TimerKey::Bind(id), now);
+        } else if self.has_session(peer)
             && let Err(error) = self.start_push(now, id)
         {
             // Nothing has begun: the caller hears of it at once.
@@ -239,6 +242,14 @@ impl Machine {
         {
             let (peer, grant) = (push.peer, push.grant.name);
             self.send(now, peer, Message::Ask { grant });
+            return;
+        }
+        let planned_later = self
+            .pushes
+            .get(&id)
+            .is_some_and(|push| push.stage == PushStage::Peer && push.ending.is_none() && self.has_session(push.peer));
+        if planned_later && let Err(error) = self.start_push(now, id) {
+            self.finish_push(now, id, Err(error));
         }
     }
 

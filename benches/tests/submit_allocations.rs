@@ -42,7 +42,8 @@ const WAIT: Duration = Duration::from_secs(30);
 
 fn layout(layers: u32, blocks: u32) -> PoolLayout {
     let mut builder = PoolLayout::builder();
-    let geometry = Geometry::attention(DType::Bf16, 16, 1, 8, Sharding::Heads { rank: 0, size: 1 });
+    // Blocks of 64 bytes: even the largest push here is small enough to be planned by the call itself.
+    let geometry = Geometry::attention(DType::Bf16, 16, 1, 2, Sharding::Heads { rank: 0, size: 1 });
     let group = builder.group("attention", geometry, 2 * blocks);
     for layer in 0..layers {
         for kind in [PlaneKind::Key, PlaneKind::Value] {

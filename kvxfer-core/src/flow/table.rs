@@ -229,7 +229,7 @@ impl SlotTable {
                 return Err(Error::new(ErrorKind::Busy, "one more grant")
                     .at(format!("pool {pool}"))
                     .because(format!("all {} slots are in use", self.slots_max))
-                    .remedy("wait for grants to end, or raise the limit `slots_max`"));
+                    .remedy("wait for grants to end, or raise limits.slots_max"));
             }
         };
         allocation.in_use += 1;

@@ -142,7 +142,7 @@ impl Machine {
         if self.handles() >= self.config.handles_max {
             return Err(Error::new(ErrorKind::Busy, what)
                 .because(format!("{} handles are open, the limit", self.handles()))
-                .remedy("wait until some have ended, or raise handles_max"));
+                .remedy("wait until some have ended, or raise limits.handles_max"));
         }
         Ok(())
     }

@@ -107,7 +107,7 @@ impl Machine {
         if !self.keys.wait(peer, claim) {
             let error = Error::new(ErrorKind::Busy, "one more claim that waits for its offer")
                 .because(format!("{} wait", self.keys.waiting()))
-                .remedy("retry, or raise waiting_claims_max");
+                .remedy("retry, or raise limits.waiting_claims_max");
             self.refuse_claim(now, peer, number, error);
             return Ok(());
         }

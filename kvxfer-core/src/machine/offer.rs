@@ -231,7 +231,7 @@ impl Machine {
         if offer.parts >= parts_max {
             return Err(Error::new(ErrorKind::Busy, "one more part")
                 .because(format!("an offer has at most {parts_max}"))
-                .remedy("release larger parts, or raise parts_max"));
+                .remedy("release larger parts, or raise limits.parts_max"));
         }
         let range = offer.released.release(tokens, layers)?;
         offer.parts += 1;

@@ -153,7 +153,7 @@ impl Machine {
         }
         Err(Error::new(ErrorKind::Busy, "one more peer")
             .because(format!("{} peers are the limit", self.config.peers_max))
-            .remedy("retry when a peer has gone, or raise peers_max"))
+            .remedy("retry when a peer has gone, or raise limits.peers_max"))
     }
 
     fn want_resolved(&mut self, now: Time, address: &EndpointAddress) -> Result<()> {

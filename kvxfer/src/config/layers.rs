@@ -269,7 +269,8 @@ fn check(key: &'static Key, value: &Value, source: &str) -> Result<()> {
             {
                 Some(item) => refuse(&match nearest(item, known.iter().copied()) {
                     Some(near) => format!("{item:?} is not known; did you mean {near:?}?"),
-                    None => "a name is empty".to_owned(),
+                    None if item.is_empty() => "a name is empty".to_owned(),
+                    None => format!("{item:?} is not known"),
                 }),
                 None => Ok(()),
             },

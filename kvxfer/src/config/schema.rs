@@ -246,7 +246,10 @@ pub(crate) fn variable(path: &str) -> String {
 
 /// The candidate that looks most like `name`.
 pub(crate) fn nearest<'a>(name: &str, candidates: impl Iterator<Item = &'a str>) -> Option<&'a str> {
-    candidates.min_by_key(|candidate| edits(name, candidate))
+    // What has little in common with what was typed is no help.
+    let near = |(edits, candidate): &(usize, &str)| *edits <= 2.max(candidate.len() / 3);
+    let nearest = candidates.map(|candidate| (edits(name, candidate), candidate)).min();
+    nearest.filter(near).map(|(_, candidate)| candidate)
 }
 
 pub(crate) fn reference() -> String {

@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 use std::io::{ErrorKind as IoKind, IoSlice};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
@@ -20,8 +21,8 @@ use super::Shared;
 /// Bytes that may wait for a peer that does not read. Beyond, the connection is broken: the session's messages are
 /// kept by the control plane and repeated on the next one.
 const OUTBOX_BYTES_MAX: usize = 8 << 20;
-/// How long frames that were queued before a disconnect may take to leave.
-const LINGER: Duration = Duration::from_millis(100);
+/// How long frames that were queued before a disconnect may take to leave and to be taken by the peer.
+pub(crate) const LINGER: Duration = Duration::from_millis(100);
 /// Bytes asked of the socket at once.
 const READ_BYTES: usize = 16 << 10;
 /// Frames written with one call.
@@ -169,10 +170,21 @@ pub(crate) async fn serve(
     begun: &[u8],
     permit: Option<OwnedSemaphorePermit>,
 ) {
+    shared.served.fetch_add(1, Ordering::AcqRel);
+    let _served = Served(&shared);
     let why = serve_until_it_ends(&shared, &connection, begun, permit).await;
     if let Some(why) = why {
         tracing::debug!(peer = %connection.peer, connection = connection.id.0, %why, "session connection ended");
         shared.connection_ended(connection.id, why);
+    }
+}
+
+/// Counts a connection as served until its task has ended, or was ended.
+struct Served<'a>(&'a Shared);
+
+impl Drop for Served<'_> {
+    fn drop(&mut self) {
+        self.0.served.fetch_sub(1, Ordering::AcqRel);
     }
 }
 
@@ -188,12 +200,21 @@ async fn serve_until_it_ends(
     // Until the first frame is whole, and whenever one has begun, the rest must come within this time.
     let mut frame_deadline = Some(Instant::now() + patience);
     let mut close_deadline = None;
+    let mut half_closed = false;
     loop {
         let waiting = match connection.write() {
             Flushed::Empty => false,
             Flushed::Waiting => true,
             Flushed::Broken(error) => return Some(error),
-            Flushed::Closing { empty: true } => return None,
+            Flushed::Closing { empty: true } => {
+                // Closing a socket with bytes unread resets it, and what we said last could be lost with it: say that
+                // nothing more comes, and throw away what the peer says until it has closed too.
+                if !std::mem::replace(&mut half_closed, true) {
+                    let _ = rustix::net::shutdown(&connection.stream, rustix::net::Shutdown::Write);
+                }
+                close_deadline.get_or_insert(Instant::now() + LINGER);
+                false
+            }
             Flushed::Closing { empty: false } => {
                 close_deadline.get_or_insert(Instant::now() + LINGER);
                 true
@@ -202,6 +223,11 @@ async fn serve_until_it_ends(
         let deadline = [frame_deadline, close_deadline].into_iter().flatten().min();
         tokio::select! {
             biased;
+            ready = connection.stream.readable(), if half_closed => {
+                if ready.is_err() || reader.discard(&connection.stream) {
+                    return None;
+                }
+            }
             ready = connection.stream.readable(), if close_deadline.is_none() => {
                 if let Err(error) = ready {
                     return Some(connection.io_error(&error));
@@ -291,6 +317,13 @@ impl FrameReader {
             Err(error) if matches!(error.kind(), IoKind::WouldBlock | IoKind::Interrupted) => Ok(Read::NothingYet),
             Err(error) => Err(error),
         }
+    }
+
+    /// Reads and forgets. True once there is nothing more to come.
+    fn discard(&mut self, stream: &TcpStream) -> bool {
+        self.buffer.clear();
+        self.parsed = 0;
+        !matches!(self.read(stream), Ok(Read::Some | Read::NothingYet))
     }
 
     fn frame(&mut self) -> Result<Option<Frame>> {

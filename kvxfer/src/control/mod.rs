@@ -14,6 +14,7 @@ mod timer;
 use std::collections::HashMap;
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use parking_lot::{Condvar, Mutex};
@@ -65,6 +66,8 @@ pub(crate) struct Shared {
     runtime: RuntimeHandle,
     /// True from the moment that everything of the control plane has to end.
     stop: watch::Sender<bool>,
+    /// Session connections that are served, those included that are on their way out.
+    served: AtomicUsize,
 }
 
 /// The machine, and what its numbers stand for.
@@ -170,6 +173,7 @@ impl Shared {
             timer,
             runtime: parts.runtime,
             stop: watch::Sender::new(false),
+            served: AtomicUsize::new(0),
         }))
     }
 
@@ -344,6 +348,14 @@ impl Shared {
                 () = task => {}
             }
         });
+    }
+
+    /// Waits until the peers have taken what was said to them last, or have had the time to.
+    pub(crate) fn linger(&self) {
+        let began = std::time::Instant::now();
+        while self.served.load(Ordering::Acquire) > 0 && began.elapsed() < 2 * connection::LINGER {
+            std::thread::sleep(Duration::from_micros(200));
+        }
     }
 
     /// Ends the control thread's tasks and the listener.

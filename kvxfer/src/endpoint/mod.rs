@@ -328,6 +328,7 @@ impl Endpoint {
             shared.pause(pause);
             pause = (pause * 2).min(Duration::from_millis(2));
         };
+        shared.linger();
         shared.stop();
         shared.transports.shutdown();
         // Whatever the data threads said last.

@@ -544,6 +544,34 @@ fn closing_with_work_in_flight_is_bounded_and_ends_everything() {
 }
 
 #[test]
+fn whoever_closes_too_waits_for_the_end() {
+    for _ in 0..20 {
+        let (prefill, decode) = pair();
+        let sources = [prefill.endpoint.address()];
+        let claims: Vec<_> = (0..BLOCKS)
+            .map(|n| {
+                let key = format!("open-{n}");
+                let claim = decode
+                    .endpoint
+                    .claim(&key, &decode.pool, &sources, ClaimOptions::default())
+                    .unwrap();
+                claim.fill(tokens(16, [n])).unwrap();
+                claim
+            })
+            .collect();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    decode.endpoint.close(LONG).unwrap();
+                    // `Ok` means that every block is free, whichever thread hears it.
+                    assert!(claims.iter().all(|claim| claim.arrived().is_done()));
+                });
+            }
+        });
+    }
+}
+
+#[test]
 fn metrics_count_what_happened() {
     let (prefill, decode) = pair();
     fill(&prefill.pool, &tokens(16, [1]), "counted", 0);

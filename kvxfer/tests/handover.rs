@@ -597,6 +597,12 @@ fn bad_arguments_are_typed_errors() {
     assert_eq!(kind(offer.append(tokens(32, [1, 1]))), ErrorKind::InvalidArgument);
     assert_eq!(kind(offer.append(tokens(16, [1, 2]))), ErrorKind::InvalidArgument);
     assert_eq!(kind(offer.ready(0..16, ..)), ErrorKind::OutOfBounds);
+    // What was released cannot be cut off afterwards.
+    offer.append(tokens(32, [1, 2])).unwrap();
+    offer.ready(0..32, 0..1).unwrap();
+    assert_eq!(kind(offer.finish(16)), ErrorKind::InvalidArgument);
+    assert_eq!(kind(offer.finish(33)), ErrorKind::OutOfBounds);
+    offer.finish(32).unwrap();
     let sources = [prefill.endpoint.address()];
     let claim = decode
         .endpoint

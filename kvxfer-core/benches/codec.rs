@@ -154,12 +154,14 @@ fn flow(c: &mut Criterion) {
                 priority: 0,
                 deadline: None,
                 checksum: false,
+                remote: None,
             };
             sender.submit(spec).unwrap();
             let part = SendPart {
                 part: 0,
                 extent: PartExtent::WHOLE,
                 stream: Arc::new(Nowhere(u64::MAX / 2)),
+                remote: None,
             };
             sender.add_part(TransferId(id), part);
         }

@@ -45,7 +45,17 @@ fn endpoint(index: usize, now: Time) -> Result<Machine, kvxfer_core::Error> {
         .iter()
         .map(|length| Region::allocate(*length))
         .collect::<Result<Vec<_>, _>>()?;
-    machine.add_pool(now, POOL, Arc::new(layout), regions.into(), true, true)?;
+    machine.add_pool(
+        now,
+        POOL,
+        PoolSetup {
+            layout: Arc::new(layout),
+            regions: regions.into(),
+            serves: true,
+            receives: true,
+            keys: Vec::new(),
+        },
+    )?;
     Ok(machine)
 }
 

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use crate::error::{Error, Result};
 use crate::flow::{ChunkName, ChunkState, LaneName, SendEvent, SendPart, SendSpec, TransferId};
-use crate::id::Incarnation;
+use crate::id::{Generation, Incarnation, SlotId};
 use crate::memory::Region;
 
 /// What a transport can do.
@@ -25,11 +25,11 @@ pub trait Transport: Send + Sync {
     /// What it can do.
     fn capabilities(&self) -> Capabilities;
 
-    /// Makes a region known. May be slow: called when a pool is registered, never on the submit path.
+    /// Makes a pool's regions known. May be slow: called when a pool is registered, never on the submit path.
     ///
     /// # Errors
-    /// Whatever the device refuses, with the limit and the need.
-    fn register(&self, region: &Arc<Region>) -> Result<()>;
+    /// Whatever the device refuses, with the limit and the need. Nothing stays registered then.
+    fn register(&self, regions: &[Arc<Region>], access: RegionAccess) -> Result<Registered>;
 
     /// What a peer needs to know to connect, carried in Hello. At most 1 KiB.
     fn advertise(&self) -> Vec<u8>;
@@ -45,6 +45,24 @@ pub trait Transport: Send + Sync {
 
     /// Stops all threads within a bounded time. Links are dead after it.
     fn shutdown(&self);
+}
+
+/// What a pool's regions are registered for: the least rights that its role needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct RegionAccess {
+    /// Peers may read them.
+    pub serves: bool,
+    /// Peers may write them.
+    pub receives: bool,
+}
+
+/// A pool's regions, registered.
+pub struct Registered {
+    /// What peers need to know to reach them one-sidedly, in the transport's own form; empty for transports whose
+    /// receiver places. At most [`crate::wire::limits::POOL_KEYS_BYTES_MAX`].
+    pub keys: Vec<u8>,
+    /// Keeps the registration; it is given up once this is dropped and no transfer uses it any more.
+    pub hold: Box<dyn std::any::Any + Send + Sync>,
 }
 
 /// Whom a link goes to, and who of the two dials.
@@ -87,6 +105,18 @@ pub trait Link: Send + Sync {
 
     /// Sending side: the peer's answer to a fence that [`LinkEvent::LaneLost`] asked for.
     fn lane_fenced(&self, lane: LaneName, chunks: Vec<(ChunkName, ChunkState)>);
+
+    /// Receiving side, one-sided links: the peer may write into this slot from now on. The link takes part in the
+    /// slot's fence ([`SlotTable::admit`](crate::flow::SlotTable::admit)) and tells the peer.
+    fn admit(&self, _slot: SlotId, _generation: Generation) {}
+
+    /// Receiving side, one-sided links: the slot was closed. The link stops the peer's writes into it, or fences the
+    /// peer's lanes if it does not answer, and then says [`LinkEvent::SlotQuiet`]. Slots that this link has not
+    /// admitted are ignored.
+    fn revoke(&self, _slot: SlotId, _generation: Generation) {}
+
+    /// What the peer's end of this link said with [`LinkEvent::Message`]: in order, each once.
+    fn message(&self, _body: Vec<u8>) {}
 
     /// Closes at once: after it returns no call is started that reads or writes blocks; [`LinkEvent::Closed`]
     /// follows when none is running either.
@@ -141,21 +171,27 @@ pub enum LinkEvent {
     /// A slot has arrived (its watcher was told first).
     SlotArrived {
         /// The slot.
-        slot: crate::id::SlotId,
+        slot: SlotId,
         /// Which use.
-        generation: crate::id::Generation,
+        generation: Generation,
     },
     /// Bytes arrived for a slot that are not those that were sent: it was closed with
     /// [`SlotTable::corrupt`](crate::flow::SlotTable::corrupt), and the lane, which the error names, with it.
     SlotCorrupt {
         /// The slot.
-        slot: crate::id::SlotId,
+        slot: SlotId,
         /// Which use.
-        generation: crate::id::Generation,
+        generation: Generation,
         /// `Corrupt`.
         error: Error,
     },
-    /// After [`Link::close`]: nothing of this link touches blocks any more.
+    /// For the peer's end of this link ([`Link::message`]): the session carries it, in order. At most
+    /// [`crate::wire::limits::LINK_MESSAGE_BYTES_MAX`].
+    Message(Vec<u8>),
+    /// The link could not be made, or cannot go on: another transport is to be tried. The link closes itself;
+    /// [`LinkEvent::Closed`] follows.
+    Failed(Error),
+    /// After [`Link::close`] or [`LinkEvent::Failed`]: nothing of this link touches blocks any more.
     Closed,
 }
 

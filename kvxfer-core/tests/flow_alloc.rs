@@ -60,12 +60,14 @@ fn a_chunk_allocates_nothing() {
             priority: 0,
             deadline: None,
             checksum: false,
+            remote: None,
         };
         sender.submit(spec).unwrap();
         let part = SendPart {
             part: 0,
             extent: PartExtent::WHOLE,
             stream: Arc::new(grid.stream_of(PartExtent::WHOLE)),
+            remote: None,
         };
         sender.add_part(TransferId(id), part);
     }

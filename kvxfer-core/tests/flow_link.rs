@@ -89,6 +89,7 @@ fn a_limit_is_busy_and_nonsense_is_an_error() {
         priority: 0,
         deadline: None,
         checksum: false,
+        remote: None,
     };
     let long = sender.submit(spec(1, MESSAGE_BYTES_MAX + 1)).unwrap_err();
     assert_eq!(long.kind(), ErrorKind::InvalidArgument);

@@ -87,7 +87,9 @@ impl OutChunk {
     pub(crate) fn new(chunk: Chunk) -> OutChunk {
         let header = chunk.header;
         let payload = match chunk.payload {
-            Payload::Stream { stream, regions, gate } => {
+            Payload::Stream {
+                stream, regions, gate, ..
+            } => {
                 let staged = needs_staging(&regions);
                 let source = Source { stream, regions, gate };
                 if staged {

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use kvxfer_core::flow::SlotTable;
 use kvxfer_core::memory::Region;
-use kvxfer_core::transport::{Capabilities, Counter, Link, LinkEvent, LinkPeer, LinkWatcher, Transport};
+use kvxfer_core::transport::{
+    Capabilities, Counter, Link, LinkEvent, LinkPeer, LinkWatcher, RegionAccess, Registered, Transport,
+};
 use kvxfer_core::wire::lane::LaneHello;
 use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
 use parking_lot::Mutex;
@@ -123,8 +125,11 @@ impl Transport for TcpTransport {
         }
     }
 
-    fn register(&self, _region: &Arc<Region>) -> Result<()> {
-        Ok(())
+    fn register(&self, _: &[Arc<Region>], _: RegionAccess) -> Result<Registered> {
+        Ok(Registered {
+            keys: Vec::new(),
+            hold: Box::new(()),
+        })
     }
 
     fn advertise(&self) -> Vec<u8> {

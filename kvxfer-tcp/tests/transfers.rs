@@ -258,6 +258,7 @@ fn parts_stream_in_any_order(world: &World) {
             part: part as u32,
             extent,
             stream,
+            remote: None,
         };
         assert!(
             arrival.wait(Duration::from_millis(5)).is_none(),

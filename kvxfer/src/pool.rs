@@ -6,9 +6,10 @@ use std::time::{Duration, Instant};
 use parking_lot::Mutex;
 
 use kvxfer_core::layout::{BlockId, PoolLayout};
-use kvxfer_core::machine::HandleId;
+use kvxfer_core::machine::{HandleId, PoolSetup};
 use kvxfer_core::memory::Region;
 use kvxfer_core::plan::Target;
+use kvxfer_core::transport::RegionAccess;
 use kvxfer_core::wire::Access;
 use kvxfer_core::{Error, ErrorKind, PoolId, Result};
 
@@ -16,6 +17,7 @@ use crate::completion::Completion;
 use crate::control::{Shared, State};
 use crate::handle::{Core, Entry, GrantEvents, GrantHandle, GrantWatcher, HandleKind, Sink};
 use crate::options::GrantOptions;
+use crate::transports::PoolRegistration;
 
 /// What peers may do with a pool.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -56,9 +58,9 @@ pub(crate) struct Inner {
 }
 
 /// Whether the control plane knows the pool, and under which number.
-#[derive(Clone, Copy)]
 enum Presence {
-    Active(PoolId),
+    /// The registration is given up after the control plane has forgotten the pool.
+    Active(PoolId, PoolRegistration),
     Suspended,
     Closed,
 }
@@ -71,9 +73,6 @@ impl Pool {
         role: Role,
     ) -> Result<Pool> {
         check_regions(&layout, &regions)?;
-        for region in &regions {
-            shared.transports.register(region)?;
-        }
         let inner = Inner {
             shared: Arc::clone(shared),
             layout: Arc::new(layout),
@@ -177,9 +176,6 @@ impl Pool {
     /// # Errors
     /// `Closed` if it is closed; what registering can refuse.
     pub fn resume(&self) -> Result<()> {
-        for region in self.inner.regions.iter() {
-            self.inner.shared.transports.register(region)?;
-        }
         self.inner.add()
     }
 
@@ -254,8 +250,8 @@ impl std::fmt::Debug for Pool {
 
 impl Inner {
     pub(crate) fn id(&self) -> Result<PoolId> {
-        match *self.presence.lock() {
-            Presence::Active(id) => Ok(id),
+        match &*self.presence.lock() {
+            Presence::Active(id, _) => Ok(*id),
             Presence::Suspended => Err(Error::new(ErrorKind::NotRegistered, "the pool is suspended")
                 .remedy("call Pool::resume before using it")),
             Presence::Closed => Err(closed()),
@@ -264,18 +260,26 @@ impl Inner {
 
     fn add(&self) -> Result<()> {
         let mut presence = self.presence.lock();
-        match *presence {
-            Presence::Active(_) => Ok(()),
+        match &*presence {
+            Presence::Active(..) => Ok(()),
             Presence::Closed => Err(closed()),
             Presence::Suspended => {
                 let (serves, receives) = (self.role.serves(), self.role.receives());
+                let access = RegionAccess { serves, receives };
+                let mut registration = self.shared.transports.register(&self.regions, access)?;
+                let setup = PoolSetup {
+                    layout: Arc::clone(&self.layout),
+                    regions: Arc::clone(&self.regions),
+                    serves,
+                    receives,
+                    keys: std::mem::take(&mut registration.keys),
+                };
                 let id = self.shared.begin(|state, now| {
                     let id = self.shared.next_pool(state);
-                    let (layout, regions) = (Arc::clone(&self.layout), Arc::clone(&self.regions));
-                    state.machine.add_pool(now, id, layout, regions, serves, receives)?;
+                    state.machine.add_pool(now, id, setup)?;
                     Ok(id)
                 })?;
-                *presence = Presence::Active(id);
+                *presence = Presence::Active(id, registration);
                 Ok(())
             }
         }
@@ -283,9 +287,9 @@ impl Inner {
 
     fn remove(&self, into: Presence) -> Result<()> {
         let mut presence = self.presence.lock();
-        match *presence {
-            Presence::Active(id) => {
-                self.shared.call(|state, now| state.machine.remove_pool(now, id))?;
+        match &*presence {
+            Presence::Active(id, _) => {
+                self.shared.call(|state, now| state.machine.remove_pool(now, *id))?;
                 *presence = into;
                 Ok(())
             }
@@ -301,10 +305,11 @@ impl Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        if let Presence::Active(id) = *self.presence.get_mut() {
+        let presence = std::mem::replace(self.presence.get_mut(), Presence::Closed);
+        if let Presence::Active(id, registration) = presence {
             self.shared.call(|state, now| {
                 if state.machine.remove_pool(now, id).is_err() {
-                    state.orphans.push(id);
+                    state.orphans.push((id, registration));
                 }
             });
         }

@@ -6,8 +6,9 @@ use std::thread;
 use std::time::Duration;
 
 use kvxfer_core::flow::SlotTable;
+use kvxfer_core::machine::TransportOffer;
 use kvxfer_core::memory::Region;
-use kvxfer_core::transport::{Counter, Transport};
+use kvxfer_core::transport::{Counter, RegionAccess, Registered, Transport};
 use kvxfer_core::wire::lane::LaneHello;
 use kvxfer_core::{Error, ErrorKind, Result};
 use kvxfer_tcp::{TcpConfig, TcpTransport};
@@ -21,6 +22,14 @@ pub(crate) struct Transports {
     tcp: Option<Arc<TcpTransport>>,
     /// What was considered and not taken, and why.
     pub(crate) refused: Vec<(String, String)>,
+}
+
+/// What the transports made of a pool's regions. Dropped once the pool is out of use.
+#[derive(Default)]
+pub(crate) struct PoolRegistration {
+    /// For peers, by transport.
+    pub(crate) keys: Vec<(String, Vec<u8>)>,
+    holds: Vec<Box<dyn std::any::Any + Send + Sync>>,
 }
 
 impl Transports {
@@ -75,16 +84,27 @@ impl Transports {
         self.list.iter().map(|transport| transport.name()).collect()
     }
 
-    /// Names and adverts, for the handshake.
-    pub(crate) fn adverts(&self) -> Vec<(String, Vec<u8>)> {
-        self.list
-            .iter()
-            .map(|transport| (transport.name().to_owned(), transport.advertise()))
-            .collect()
+    /// What peers are offered, for the handshake.
+    pub(crate) fn offers(&self) -> Vec<TransportOffer> {
+        let offer = |transport: &Arc<dyn Transport>| TransportOffer {
+            name: transport.name().to_owned(),
+            advert: transport.advertise(),
+            one_sided: transport.capabilities().one_sided,
+        };
+        self.list.iter().map(offer).collect()
     }
 
-    pub(crate) fn register(&self, region: &Arc<Region>) -> Result<()> {
-        self.list.iter().try_for_each(|transport| transport.register(region))
+    /// Makes a pool's regions known to all transports.
+    pub(crate) fn register(&self, regions: &[Arc<Region>], access: RegionAccess) -> Result<PoolRegistration> {
+        let mut made = PoolRegistration::default();
+        for transport in &self.list {
+            let Registered { keys, hold } = transport.register(regions, access)?;
+            if !keys.is_empty() {
+                made.keys.push((transport.name().to_owned(), keys));
+            }
+            made.holds.push(hold);
+        }
+        Ok(made)
     }
 
     pub(crate) fn counters(&self) -> Vec<Counter> {

@@ -262,6 +262,28 @@ pub struct SendSpec {
     pub deadline: Option<Time>,
     /// Compute a payload checksum.
     pub checksum: bool,
+    /// What a one-sided transport needs to know of the other side; `None` for transports whose receiver places.
+    pub remote: Option<Remote>,
+}
+
+/// The other side's memory, as a one-sided transport sees it.
+#[derive(Debug, Clone)]
+pub struct Remote {
+    /// Which way the bytes go.
+    pub direction: Direction,
+    /// The peer's pool.
+    pub pool: PoolId,
+    /// What the peer's transport said of that pool's regions when it registered them.
+    pub keys: Arc<[u8]>,
+}
+
+/// Which way the bytes of a one-sided transfer go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Direction {
+    /// From here into the peer's slot, which the spec names.
+    Write,
+    /// From the peer's blocks into a slot of this endpoint, which the spec names.
+    Read,
 }
 
 /// A part to send.
@@ -271,8 +293,10 @@ pub struct SendPart {
     pub part: u32,
     /// Its extent.
     pub extent: PartExtent,
-    /// The source-side stream.
+    /// This side's stream: the source's, or, for a read, the destination's.
     pub stream: Arc<dyn ByteStream>,
+    /// The same bytes as segments of the peer's regions, if the spec has a [`Remote`].
+    pub remote: Option<Arc<dyn ByteStream>>,
 }
 
 /// A chunk that a lane shall send now.
@@ -297,6 +321,8 @@ pub enum Payload {
         regions: Arc<[Arc<Region>]>,
         /// The source's fence.
         gate: Arc<Gate>,
+        /// The same bytes on the other side, for a one-sided transport.
+        remote: Option<(Remote, Arc<dyn ByteStream>)>,
     },
     /// A range of the user message.
     Message(Arc<[u8]>, Range<usize>),

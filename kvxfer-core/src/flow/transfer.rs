@@ -49,6 +49,7 @@ pub(super) struct Transfer {
 struct PartState {
     extent: PartExtent,
     stream: Arc<dyn ByteStream>,
+    remote: Option<Arc<dyn ByteStream>>,
     length: u64,
     cut: u64,
     // An empty part is one empty chunk.
@@ -95,6 +96,7 @@ impl Transfer {
             PartState {
                 extent: part.extent,
                 stream: part.stream,
+                remote: part.remote,
                 length,
                 cut: 0,
                 empty_due,
@@ -238,6 +240,7 @@ impl Transfer {
                 stream: Arc::clone(&part.stream),
                 regions: Arc::clone(&self.spec.regions),
                 gate: Arc::clone(&self.spec.gate),
+                remote: self.spec.remote.clone().zip(part.remote.clone()),
             },
         })
     }

@@ -312,6 +312,7 @@ impl Machine {
             priority: 0,
             deadline: Some(until),
             checksum: false,
+            remote: None,
         });
         if let Some(serve) = self.serves.get_mut(&id) {
             serve.since = now;
@@ -327,6 +328,7 @@ impl Machine {
             part: 0,
             extent: PartExtent::WHOLE,
             stream,
+            remote: None,
         };
         self.add_part(now, transfer, part);
         Ok(())

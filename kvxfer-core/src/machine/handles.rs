@@ -161,12 +161,15 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn pool(&self, id: PoolId) -> Result<&Pool> {
+    pub(super) fn pool(&self, id: PoolId) -> Result<&PoolSetup> {
         self.pools.get(&id).ok_or_else(|| pool_unknown(id))
     }
 
     pub(super) fn pool_adverts(&self) -> Vec<PoolAdvert> {
-        self.pools.iter().map(|(id, pool)| pool.advert(*id)).collect()
+        self.pools
+            .iter()
+            .map(|(id, pool)| super::advert_of(pool, *id))
+            .collect()
     }
 
     pub(super) fn users_of(&self, id: PoolId) -> Vec<String> {

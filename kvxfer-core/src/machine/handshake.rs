@@ -273,7 +273,7 @@ impl Machine {
             address: self.address.clone(),
             resume,
             token,
-            transports: self.transports.clone(),
+            transports: self.transport_adverts(),
             pools: self.pool_adverts(),
             auth: AuthOffer::None,
             liveness_ms: u32::try_from(self.config.liveness.as_millis()).unwrap_or(u32::MAX),

@@ -73,10 +73,15 @@ impl Machine {
         let Some(session) = peer.session.as_ref().filter(|session| session.confirmed) else {
             return;
         };
+        let ours = self
+            .transports
+            .iter()
+            .map(|own| (own.name.clone(), own.advert.clone()))
+            .collect();
         let (first, second) = if session.dialer {
-            (&self.transports, &peer.transports)
+            (&ours, &peer.transports)
         } else {
-            (&peer.transports, &self.transports)
+            (&peer.transports, &ours)
         };
         let mut refused = Vec::new();
         let mut taken = None;
@@ -134,6 +139,13 @@ impl Machine {
         self.pump(now, incarnation);
     }
 
+    pub(super) fn transport_adverts(&self) -> Vec<(String, Vec<u8>)> {
+        self.transports
+            .iter()
+            .map(|own| (own.name.clone(), own.advert.clone()))
+            .collect()
+    }
+
     /// Closes the link. What it touches is fenced once `LinkEvent::Closed` has come.
     pub(super) fn close_link(&mut self, now: Time, incarnation: Incarnation) {
         let Some(link) = self.links.get_mut(&incarnation) else {
@@ -177,7 +189,7 @@ impl Machine {
                     self.send(now, incarnation, Message::LaneFenced { lane, chunks });
                 }
             }
-            LinkEvent::SlotQuiet => {}
+            LinkEvent::SlotQuiet | LinkEvent::Message(_) | LinkEvent::Failed(_) => {}
             LinkEvent::SlotArrived { slot, generation } => self.slot_arrived(now, (slot, generation)),
             LinkEvent::SlotCorrupt {
                 slot,

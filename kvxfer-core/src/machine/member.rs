@@ -277,6 +277,7 @@ impl Machine {
             priority: options.priority,
             deadline: Some(deadline),
             checksum: options.checksum,
+            remote: None,
         });
         if let Some(member) = self.member(peer, claim) {
             member.last_grant = Some(name);
@@ -338,6 +339,7 @@ impl Machine {
                 part: grant.next_part,
                 extent,
                 stream,
+                remote: None,
             });
             grant.next_part += 1;
         }
@@ -357,6 +359,7 @@ impl Machine {
                         attempt,
                         part,
                         extent,
+                        source: None,
                     },
                 );
             }

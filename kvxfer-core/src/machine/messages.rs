@@ -63,6 +63,7 @@ impl Machine {
                 attempt,
                 part,
                 extent,
+                source: _,
             } => self.part_ready(now, from, claim, attempt, part, extent)?,
             Message::ReadPart { claim, attempt, part } => self.read_part(now, from, claim, attempt, part)?,
             Message::Read { read, grant, into } => self.read_requested(now, from, read, grant, into)?,
@@ -83,6 +84,7 @@ impl Machine {
             }
             Message::FenceLane { lane, chunks } => self.fence_lane(from, lane, chunks)?,
             Message::LaneFenced { lane, chunks } => self.lane_fenced(from, lane, chunks),
+            Message::ReadDirect { .. } | Message::Link { .. } | Message::TransportFailed { .. } => {}
             Message::Draining => {
                 if let Some(peer) = self.peers.get_mut(&from) {
                     peer.draining = true;

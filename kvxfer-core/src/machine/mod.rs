@@ -14,7 +14,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::flow::{Gate, SlotTable, SlotWatcher, TransferId};
 use crate::id::{GrantName, Incarnation, PoolId};
 use crate::layout::{BlockId, PoolLayout, Selection};
-use crate::memory::Region;
 use crate::mutants::{self, Mutant};
 use crate::plan::Target;
 use crate::time::Time;
@@ -46,7 +45,7 @@ mod types;
 pub use config::{KEY_BYTES_MAX, MachineConfig, SOURCES_MAX, VERSIONS};
 pub use types::{
     Action, ClaimOptions, ConnectionId, GrantOptions, HandleId, LinkCommand, MachineSetup, MemberVerdict, Notice,
-    OfferOptions, Outcome, PeerChange, TransferOptions, WaitingOn,
+    OfferOptions, Outcome, PeerChange, PoolSetup, TransferOptions, TransportOffer, WaitingOn,
 };
 
 use claim::Claim;
@@ -72,7 +71,7 @@ pub struct Machine {
     config: MachineConfig,
     incarnation: Incarnation,
     address: EndpointAddress,
-    transports: Vec<(String, Vec<u8>)>,
+    transports: Vec<TransportOffer>,
     slots: Arc<SlotTable>,
     random: Random,
     timers: Timers,
@@ -81,7 +80,7 @@ pub struct Machine {
     shutdown: Option<Time>,
     shutdown_over: bool,
 
-    pools: BTreeMap<PoolId, Pool>,
+    pools: BTreeMap<PoolId, PoolSetup>,
     connections: BTreeMap<ConnectionId, Connection>,
     next_connection: u64,
     peers: BTreeMap<Incarnation, Peer>,
@@ -118,14 +117,6 @@ pub struct Machine {
     fences_changed: bool,
     sources_quarantined: usize,
     quarantined_pools: BTreeSet<PoolId>,
-}
-
-/// A pool of this endpoint.
-struct Pool {
-    layout: Arc<PoolLayout>,
-    regions: Arc<[Arc<Region>]>,
-    serves: bool,
-    receives: bool,
 }
 
 /// A session connection.
@@ -239,29 +230,15 @@ impl Machine {
     ///
     /// # Errors
     /// `InvalidArgument` if the id was used before, `Closed` after [`shutdown`](Self::shutdown).
-    pub fn add_pool(
-        &mut self,
-        now: Time,
-        id: PoolId,
-        layout: Arc<PoolLayout>,
-        regions: Arc<[Arc<Region>]>,
-        serves: bool,
-        receives: bool,
-    ) -> Result<()> {
+    pub fn add_pool(&mut self, now: Time, id: PoolId, setup: PoolSetup) -> Result<()> {
         self.check_open("a pool")?;
         if self.pools.contains_key(&id) {
             return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {id}"))
                 .because("there is one with this id")
                 .remedy("number pools upwards"));
         }
-        let pool = Pool {
-            layout,
-            regions,
-            serves,
-            receives,
-        };
-        let advert = pool.advert(id);
-        self.pools.insert(id, pool);
+        let advert = advert_of(&setup, id);
+        self.pools.insert(id, setup);
         self.tell_all(now, &Message::PoolAdded(advert));
         Ok(())
     }
@@ -628,14 +605,13 @@ impl Machine {
     }
 }
 
-impl Pool {
-    fn advert(&self, id: PoolId) -> PoolAdvert {
-        PoolAdvert {
-            id,
-            layout: PoolLayout::clone(&self.layout),
-            serves: self.serves,
-            receives: self.receives,
-        }
+fn advert_of(pool: &PoolSetup, id: PoolId) -> PoolAdvert {
+    PoolAdvert {
+        id,
+        layout: PoolLayout::clone(&pool.layout),
+        serves: pool.serves,
+        receives: pool.receives,
+        keys: pool.keys.clone(),
     }
 }
 

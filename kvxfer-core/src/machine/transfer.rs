@@ -192,6 +192,7 @@ impl Machine {
             priority: options.priority,
             deadline: Some(deadline),
             checksum: options.checksum,
+            remote: None,
         });
         if let Some(push) = self.pushes.get_mut(&id) {
             push.bytes = stream.length();
@@ -204,6 +205,7 @@ impl Machine {
             part: 0,
             extent: PartExtent::WHOLE,
             stream,
+            remote: None,
         };
         self.add_part(now, transfer, part);
         Ok(())

@@ -7,7 +7,9 @@ use std::time::Duration;
 use super::MachineConfig;
 use crate::error::{Error, Result};
 use crate::flow::{ChunkName, ChunkState, LaneName, SendPart, SendSpec, SlotTable, TransferId};
-use crate::id::Incarnation;
+use crate::id::{Generation, Incarnation, SlotId};
+use crate::layout::PoolLayout;
+use crate::memory::Region;
 use crate::time::Time;
 use crate::transport::LinkPeer;
 use crate::wire::{EndpointAddress, Frame, Verdict};
@@ -100,6 +102,12 @@ pub enum LinkCommand {
     FenceLane(LaneName, Vec<ChunkName>),
     /// The peer fenced a lane.
     LaneFenced(LaneName, Vec<(ChunkName, ChunkState)>),
+    /// [`crate::transport::Link::admit`].
+    Admit(SlotId, Generation),
+    /// [`crate::transport::Link::revoke`].
+    Revoke(SlotId, Generation),
+    /// [`crate::transport::Link::message`].
+    Message(Vec<u8>),
 }
 
 /// How a handle ended well.
@@ -241,6 +249,32 @@ pub struct TransferOptions {
     pub checksum: bool,
 }
 
+/// A pool of this endpoint, as its control plane needs to know it.
+#[derive(Debug, Clone)]
+pub struct PoolSetup {
+    /// What the memory means.
+    pub layout: Arc<PoolLayout>,
+    /// The memory.
+    pub regions: Arc<[Arc<Region>]>,
+    /// Peers may be sent its blocks, or read them.
+    pub serves: bool,
+    /// Peers may write its blocks.
+    pub receives: bool,
+    /// What each one-sided transport said when the regions were registered with it.
+    pub keys: Vec<(String, Vec<u8>)>,
+}
+
+/// A transport that this endpoint has.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TransportOffer {
+    /// Its name.
+    pub name: String,
+    /// What peers need to know to connect.
+    pub advert: Vec<u8>,
+    /// It writes and reads the peer's memory itself.
+    pub one_sided: bool,
+}
+
 /// What an endpoint's control plane is made with.
 pub struct MachineSetup {
     /// Settings.
@@ -249,8 +283,8 @@ pub struct MachineSetup {
     pub incarnation: Incarnation,
     /// What peers are told; `sockets` are the real ones.
     pub address: EndpointAddress,
-    /// Transports by name with their adverts, in order of preference.
-    pub transports: Vec<(String, Vec<u8>)>,
+    /// Transports, in order of preference.
+    pub transports: Vec<TransportOffer>,
     /// Slots, shared with the transports.
     pub slots: Arc<SlotTable>,
     /// Seed for session numbers, tokens and jitter.

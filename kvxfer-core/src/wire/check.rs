@@ -3,7 +3,7 @@
 //! Layouts check themselves when they are decoded; everything else is here.
 
 use super::limits::*;
-use super::{ClaimMessage, EndpointAddress, Frame, Grant, Hello, Message, Verdict};
+use super::{ClaimMessage, EndpointAddress, Frame, Grant, Hello, Message, PoolAdvert, Verdict};
 use crate::error::Error;
 use crate::flow::{ChunkName, MESSAGE_PART, PartExtent};
 use crate::layout::Selection;
@@ -48,6 +48,7 @@ impl Check for Hello {
         }
         at_most("its pools", self.pools.len(), POOLS_MAX)?;
         for (index, pool) in self.pools.iter().enumerate() {
+            pool.check()?;
             if self.pools[..index].iter().any(|other| other.id == pool.id) {
                 return Err(format!("it has pool {} twice", pool.id));
             }
@@ -62,11 +63,22 @@ impl Check for Hello {
     }
 }
 
+impl Check for PoolAdvert {
+    fn check(&self) -> Checked {
+        at_most("its pool's transports", self.keys.len(), TRANSPORTS_MAX)?;
+        for (name, keys) in &self.keys {
+            at_most("a transport's name's bytes", name.len(), TRANSPORT_NAME_BYTES_MAX)?;
+            at_most("a pool's keys' bytes", keys.len(), POOL_KEYS_BYTES_MAX)?;
+        }
+        Ok(())
+    }
+}
+
 impl Check for Message {
     fn check(&self) -> Checked {
         match self {
+            Message::PoolAdded(pool) => pool.check(),
             Message::Heartbeat
-            | Message::PoolAdded(_)
             | Message::PoolRemoved(_)
             | Message::Matched { .. }
             | Message::ClaimNothing { .. }
@@ -75,6 +87,7 @@ impl Check for Message {
             | Message::Validate { .. }
             | Message::Validated { .. }
             | Message::Ask { .. }
+            | Message::ReadDirect { .. }
             | Message::Draining
             | Message::Goodbye => Ok(()),
             Message::Claim(claim) => claim.check(),
@@ -85,9 +98,28 @@ impl Check for Message {
             Message::ClaimGrant { grant, .. } | Message::ClaimPull { grant, .. } => grant.check(),
             Message::Read { into, .. } => into.check(),
             Message::ClaimEnded { verdict, .. } | Message::Verdict { verdict, .. } => verdict.check(),
-            Message::PartReady { part, extent, .. } => {
+            Message::PartReady {
+                part, extent, source, ..
+            } => {
                 part_number(*part)?;
+                source.iter().try_for_each(Target::check_caps)?;
                 extent.check()
+            }
+            Message::Link { transport, body } => {
+                at_most(
+                    "its transport's name's bytes",
+                    transport.len(),
+                    TRANSPORT_NAME_BYTES_MAX,
+                )?;
+                at_most("its body's bytes", body.len(), LINK_MESSAGE_BYTES_MAX)
+            }
+            Message::TransportFailed { transport, error } => {
+                at_most(
+                    "its transport's name's bytes",
+                    transport.len(),
+                    TRANSPORT_NAME_BYTES_MAX,
+                )?;
+                error.check()
             }
             Message::ReadPart { part, .. } => part_number(*part),
             Message::VerdictAck { grants } => at_most("its grants", grants.len(), VERDICTS_MAX),
@@ -122,7 +154,13 @@ impl Check for Grant {
         if self.address.incarnation != Some(self.name.incarnation) {
             return Err("its address is not its owner's".into());
         }
-        match &self.target {
+        self.target.check_caps()
+    }
+}
+
+impl Target {
+    fn check_caps(&self) -> Checked {
+        match self {
             Target::Selection { selection, scope } => {
                 selection.check()?;
                 Check::check(scope)

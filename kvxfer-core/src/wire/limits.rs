@@ -18,6 +18,10 @@ pub const TRANSPORTS_MAX: usize = 16;
 pub const TRANSPORT_NAME_BYTES_MAX: usize = 32;
 /// A transport's advert, in bytes, at most.
 pub const ADVERT_BYTES_MAX: usize = 1024;
+/// What a transport says of a pool's regions, in bytes, at most: 64 KiB.
+pub const POOL_KEYS_BYTES_MAX: usize = 64 << 10;
+/// A message between the ends of a link, in bytes, at most: 128 KiB (a user message fits).
+pub const LINK_MESSAGE_BYTES_MAX: usize = 128 << 10;
 /// Pools in a Hello, at most.
 pub const POOLS_MAX: usize = 64;
 /// Cache groups of a selection, at most.

@@ -111,6 +111,8 @@ pub struct PoolAdvert {
     pub serves: bool,
     /// May be written by peers.
     pub receives: bool,
+    /// By transport: what its one-sided paths need to know of the pool's regions.
+    pub keys: Vec<(String, Vec<u8>)>,
 }
 
 /// First frame of either side on a session connection.
@@ -244,6 +246,8 @@ pub enum Message {
         part: u32,
         /// The part's extent.
         extent: PartExtent,
+        /// The source's blocks, for a reader that reads them itself (one-sided links).
+        source: Option<Target>,
     },
     /// Destination to source (pull): read this part into that slot.
     ReadPart {
@@ -330,6 +334,27 @@ pub enum Message {
     Draining,
     /// This endpoint closes: every handle with it ends now.
     Goodbye,
+    /// Holder of a read grant to its owner: those blocks are being read, by the reader's device.
+    ReadDirect {
+        /// The reader's number for this.
+        read: u64,
+        /// The read grant.
+        grant: GrantName,
+    },
+    /// From one end of a link to the other, in the transport's own form.
+    Link {
+        /// The transport.
+        transport: String,
+        /// At most [`limits::LINK_MESSAGE_BYTES_MAX`].
+        body: Vec<u8>,
+    },
+    /// The speaker's end of the link could not be made or kept: both sides try the next transport they share.
+    TransportFailed {
+        /// The transport.
+        transport: String,
+        /// Why.
+        error: Error,
+    },
 }
 
 /// A claim as it crosses the wire.

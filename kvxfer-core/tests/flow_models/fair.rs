@@ -70,6 +70,7 @@ impl Link {
             priority,
             deadline,
             checksum: false,
+            remote: None,
         };
         self.sender.submit(spec).unwrap();
         for part in 0..parts {
@@ -77,6 +78,7 @@ impl Link {
                 part: part as u32,
                 extent: PartExtent::WHOLE,
                 stream: Arc::new(Nowhere(bytes / parts)),
+                remote: None,
             };
             self.sender.add_part(TransferId(id), part);
         }

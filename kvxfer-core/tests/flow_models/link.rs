@@ -165,6 +165,7 @@ impl World {
             priority: self.numbers.below(2) as u8,
             deadline,
             checksum: false,
+            remote: None,
         };
         let full = self.sender.transfers() >= 8;
         let taken = self.sender.submit(spec);
@@ -177,6 +178,7 @@ impl World {
                 part: number as u32,
                 extent,
                 stream: Arc::new(grid.stream_of(extent)),
+                remote: None,
             })
             .filter(|part| part.stream.length() > 0)
             .collect();

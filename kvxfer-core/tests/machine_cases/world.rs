@@ -741,7 +741,9 @@ fn read(chunk: Chunk) -> (ChunkHeader, Option<Vec<u8>>) {
     let header = chunk.header;
     let bytes = match chunk.payload {
         Payload::Message(message, range) => Some(message[range].to_vec()),
-        Payload::Stream { stream, regions, gate } => gate.enter().map(|_inside| {
+        Payload::Stream {
+            stream, regions, gate, ..
+        } => gate.enter().map(|_inside| {
             let mut segments = Vec::new();
             let mut bytes = Vec::new();
             stream.segments(header.offset, u64::from(header.length), usize::MAX, &mut segments);
@@ -774,13 +776,27 @@ impl Node {
                 incarnation: Some(incarnation),
                 rank: Default::default(),
             },
-            transports: vec![("memory".to_string(), vec![1])],
+            transports: vec![TransportOffer {
+                name: "memory".to_string(),
+                advert: vec![1],
+                one_sided: false,
+            }],
             slots: slots.clone(),
             seed: bits ^ 0x5eed,
         });
         let regions: Arc<[Arc<Region>]> = vec![region.clone()].into();
         machine
-            .add_pool(now, POOL, layout.clone(), regions, true, true)
+            .add_pool(
+                now,
+                POOL,
+                PoolSetup {
+                    layout: layout.clone(),
+                    regions: regions,
+                    serves: true,
+                    receives: true,
+                    keys: Vec::new(),
+                },
+            )
             .unwrap();
         Node {
             machine,

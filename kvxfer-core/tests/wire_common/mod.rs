@@ -214,11 +214,13 @@ pub fn trailer() -> impl Strategy<Value = Trailer> {
 }
 
 pub fn pool_advert() -> impl Strategy<Value = PoolAdvert> {
-    (any::<(u32, bool, bool)>(), prop::sample::select(layouts())).prop_map(|(rest, layout)| PoolAdvert {
+    let keys = vec(("[a-z]{1,8}", vec(any::<u8>(), 0..40)), 0..3);
+    (any::<(u32, bool, bool)>(), prop::sample::select(layouts()), keys).prop_map(|(rest, layout, keys)| PoolAdvert {
         id: PoolId(rest.0),
         layout,
         serves: rest.1,
         receives: rest.2,
+        keys,
     })
 }
 
@@ -275,6 +277,7 @@ pub fn message() -> impl Strategy<Value = Message> {
         (claim(), any::<u32>()).prop_map(|(claim, attempt)| Message::Restarted { claim, attempt }),
         (claim(), error()).prop_map(|(claim, error)| Message::SourceEnded { claim, error }),
         (claim(), any::<u32>(), 0..100u32, extent()).prop_map(|(claim, attempt, part, extent)| Message::PartReady {
+            source: None,
             claim,
             attempt,
             part,

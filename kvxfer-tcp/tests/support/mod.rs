@@ -473,11 +473,13 @@ impl Push {
                 priority: 0,
                 deadline: None,
                 checksum: false,
+                remote: None,
             },
             part: SendPart {
                 part: 0,
                 extent: PartExtent::WHOLE,
                 stream,
+                remote: None,
             },
         }
     }

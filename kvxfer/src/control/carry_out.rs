@@ -65,7 +65,7 @@ impl Shared {
         if after.progress && !state.orphans.is_empty() {
             let now = clock::now();
             let State { orphans, machine, .. } = state;
-            orphans.retain(|pool| machine.remove_pool(now, *pool).is_err());
+            orphans.retain(|(pool, _)| machine.remove_pool(now, *pool).is_err());
             while let Some(action) = state.machine.poll_action() {
                 self.one(state, after, action);
             }
@@ -201,6 +201,9 @@ impl Shared {
             LinkCommand::Forget(id) => entry.link.forget(id),
             LinkCommand::FenceLane(lane, chunks) => entry.link.fence_lane(lane, chunks),
             LinkCommand::LaneFenced(lane, chunks) => entry.link.lane_fenced(lane, chunks),
+            LinkCommand::Admit(slot, generation) => entry.link.admit(slot, generation),
+            LinkCommand::Revoke(slot, generation) => entry.link.revoke(slot, generation),
+            LinkCommand::Message(body) => entry.link.message(body),
         }
     }
 }

@@ -34,7 +34,7 @@ use crate::config::Config;
 use crate::events::EventQueue;
 use crate::handle::Entry;
 use crate::metrics::Metrics;
-use crate::transports::Transports;
+use crate::transports::{PoolRegistration, Transports};
 
 use carry_out::After;
 pub(crate) use connection::Connection;
@@ -78,7 +78,7 @@ pub(crate) struct State {
     connections: HashMap<ConnectionId, Arc<Connection>>,
     links: HashMap<Incarnation, LinkEntry>,
     /// Pools whose last handle is gone while the machine still needs them.
-    pub(crate) orphans: Vec<PoolId>,
+    pub(crate) orphans: Vec<(PoolId, PoolRegistration)>,
     next_pool: u32,
     next_accepted: u64,
     next_link: u64,

@@ -110,7 +110,7 @@ impl Builder {
             config: config.machine(&name),
             incarnation,
             address: address.clone(),
-            transports: transports.adverts(),
+            transports: transports.offers(),
             slots,
             seed: random::bits()?,
         });

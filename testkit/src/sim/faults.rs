@@ -4,7 +4,7 @@ use std::time::Duration;
 
 use kvxfer_core::Time;
 use kvxfer_core::flow::SlotTable;
-use kvxfer_core::machine::{Machine, MachineConfig, MachineSetup};
+use kvxfer_core::machine::{Machine, MachineConfig, MachineSetup, PoolSetup, TransportOffer};
 use kvxfer_core::wire::{EndpointAddress, RankCoordinates};
 use kvxfer_core::{Incarnation, PoolId, Result};
 
@@ -37,7 +37,11 @@ impl World {
             },
             incarnation,
             address: address.clone(),
-            transports: vec![("sim".into(), vec![1, 2, 3])],
+            transports: vec![TransportOffer {
+                name: "sim".into(),
+                advert: vec![1, 2, 3],
+                one_sided: false,
+            }],
             slots: Arc::clone(&slots),
             seed: self.rng.next_u128(),
         });
@@ -46,10 +50,13 @@ impl World {
         machine.add_pool(
             self.now,
             pool.id,
-            Arc::clone(&pool.layout),
-            Arc::clone(&pool.regions),
-            true,
-            true,
+            PoolSetup {
+                layout: Arc::clone(&pool.layout),
+                regions: Arc::clone(&pool.regions),
+                serves: true,
+                receives: true,
+                keys: Vec::new(),
+            },
         )?;
         self.incarnations.insert((node, self.nodes[node].life), incarnation);
         self.nodes[node].body = Some(Body::new(machine, slots, incarnation, address, vec![pool]));

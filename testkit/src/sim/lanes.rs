@@ -490,6 +490,7 @@ impl World {
                 self.links[link].doubts.remove(&lane);
                 self.links[link].sender.lane_fenced(lane, &chunks, now);
             }
+            LinkCommand::Admit(..) | LinkCommand::Revoke(..) | LinkCommand::Message(_) => {}
         }
         self.drain_sender(link);
         self.wake_link(link);

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use kvxfer_core::flow::SlotWatcher;
 use kvxfer_core::layout::{BlockDescriptor, PoolLayout, Selection};
-use kvxfer_core::machine::{GrantOptions, HandleId, TransferOptions};
+use kvxfer_core::machine::{GrantOptions, HandleId, PoolSetup, TransferOptions};
 use kvxfer_core::plan::Target;
 use kvxfer_core::wire::{Access, Grant};
 use kvxfer_core::{ErrorKind, GrantName, Incarnation, PoolId};
@@ -423,7 +423,17 @@ impl World {
         }
         self.coverage.reach(Point::PoolAdded);
         let added = self.with_machine(node, |machine, now| {
-            machine.add_pool(now, id, layout, regions, true, true)
+            machine.add_pool(
+                now,
+                id,
+                PoolSetup {
+                    layout,
+                    regions,
+                    serves: true,
+                    receives: true,
+                    keys: Vec::new(),
+                },
+            )
         });
         if let Some(Err(error)) = added {
             self.fail("internal", format!("a second pool is refused: {error}"));

@@ -35,7 +35,7 @@ impl Machine {
         if !self
             .transports
             .iter()
-            .any(|(ours, _)| hello.transports.iter().any(|(theirs, _)| ours == theirs))
+            .any(|ours| hello.transports.iter().any(|(theirs, _)| ours.name == *theirs))
         {
             let names = |list: &[(String, Vec<u8>)]| {
                 list.iter()
@@ -46,7 +46,7 @@ impl Machine {
             return Err(Error::new(ErrorKind::Unsupported, "a transport between two endpoints")
                 .because(format!(
                     "this endpoint has [{}], the peer [{}]",
-                    names(&self.transports),
+                    names(&self.transport_adverts()),
                     names(&hello.transports)
                 ))
                 .remedy("configure a transport that both sides have, for example tcp"));

@@ -1,0 +1,2 @@
+/* What the bindings are generated from: see generate.sh. */
+#include <infiniband/verbs.h>

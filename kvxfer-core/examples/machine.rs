@@ -35,7 +35,11 @@ fn endpoint(index: usize, now: Time) -> Result<Machine, kvxfer_core::Error> {
         },
         incarnation,
         address: address(index),
-        transports: vec![("none".to_string(), Vec::new())],
+        transports: vec![TransportOffer {
+            name: "none".to_string(),
+            advert: Vec::new(),
+            one_sided: false,
+        }],
         slots: SlotTable::new(16),
         seed: 1 + index as u128,
     });

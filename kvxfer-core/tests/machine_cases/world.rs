@@ -494,6 +494,7 @@ impl World {
                     },
                 );
             }
+            LinkCommand::Admit(..) | LinkCommand::Revoke(..) | LinkCommand::Message(_) => {}
         }
     }
 

@@ -4,3 +4,4 @@
 //! refuses into errors that name the verb and the device; the engine moves bytes.
 
 pub mod sys;
+pub mod verbs;

@@ -28,7 +28,30 @@ pub(crate) struct PortAdvert {
     pub(crate) gid: Option<[u8; 16]>,
 }
 
+impl PortAdvert {
+    /// The port, for people.
+    pub(crate) fn text(&self) -> String {
+        let address = self.gid.map_or_else(|| format!("lid {}", self.lid), |gid| crate::gid::text(&gid));
+        format!("{}:{} ({address})", self.name, self.number)
+    }
+}
+
 impl Advert {
+    /// The device of a port.
+    pub(crate) fn device_of(&self, port: u16) -> usize {
+        self.ports.get(usize::from(port)).map_or(0, |port| port.device.into())
+    }
+
+    pub(crate) fn gid_of(&self, port: u16) -> Option<[u8; 16]> {
+        self.ports.get(usize::from(port)).and_then(|port| port.gid)
+    }
+
+    pub(crate) fn port_text(&self, port: u16) -> String {
+        self.ports
+            .get(usize::from(port))
+            .map_or_else(|| format!("port {port}"), |port| format!("{}:{}", port.name, port.number))
+    }
+
     pub(crate) fn encode(&self) -> Vec<u8> {
         let mut advert = self.clone();
         loop {

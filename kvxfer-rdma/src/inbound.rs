@@ -56,6 +56,16 @@ impl Inbound {
         (late, next)
     }
 
+    /// When the next confirmation is late.
+    pub(crate) fn next_revocation(&self) -> Option<Time> {
+        let admitted = self.admitted.lock();
+        let limit = |admission: &Admission| match admission {
+            Admission::Revoked(limit) => Some(*limit),
+            _ => None,
+        };
+        admitted.values().filter_map(limit).min()
+    }
+
     /// These are over: how many of them were known.
     pub(crate) fn forget(&self, slots: &[SlotUse]) -> usize {
         let mut admitted = self.admitted.lock();

@@ -1,7 +1,7 @@
 //! A link: the rails to one peer and what they share. Calls come from any thread and never block.
 
-use std::collections::{BTreeSet, HashMap, VecDeque};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::collections::{BTreeSet, VecDeque};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use kvxfer_core::flow::{
@@ -29,6 +29,8 @@ const MAIL_MAX: usize = 65_536;
 
 /// What the rails of a link share among them and with callers.
 pub(crate) struct LinkCore {
+    /// Its number, unique in the transport.
+    pub(crate) id: u64,
     pub(crate) peer: LinkPeer,
     pub(crate) peer_advert: Advert,
     pub(crate) config: Arc<RdmaConfig>,
@@ -83,8 +85,6 @@ pub(crate) struct Rail {
     /// For people, while it is up.
     pub(crate) name: Mutex<Option<String>>,
     pub(crate) counters: RailCounters,
-    /// The epoch that is up, for a look without a lock; zero if none.
-    pub(crate) epoch_up: AtomicU64,
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -108,6 +108,7 @@ pub(crate) enum Mail {
 
 impl LinkCore {
     pub(crate) fn new(
+        id: u64,
         peer: LinkPeer,
         peer_advert: Advert,
         transport: Arc<Shared>,
@@ -116,6 +117,7 @@ impl LinkCore {
         let config = transport.config.clone();
         let lanes = config.rails_max;
         Arc::new(LinkCore {
+            id,
             sender: Mutex::new(LinkSender::new(config.sender(lanes))),
             rails: (0..lanes).map(Rail::new).collect(),
             inbound: Inbound::default(),
@@ -244,6 +246,24 @@ impl LinkCore {
         true
     }
 
+    /// Whether the rail's engine has let go of it.
+    pub(crate) fn detached(&self, rail: u16) -> bool {
+        let life = self.life.lock();
+        life.closing && !life.attached.contains(&rail)
+    }
+
+    /// Whether it is known that the link comes up, or has failed.
+    pub(crate) fn settled(&self) -> bool {
+        self.was_up.load(Ordering::SeqCst) || self.closing()
+    }
+
+    /// When its revocations and its set-up are to be looked at.
+    pub(crate) fn next_look(&self, now: Time) -> Time {
+        let late = self.inbound.next_revocation();
+        let setup = (!self.settled()).then_some(self.setup_end);
+        late.into_iter().chain(setup).min().unwrap_or(now + self.config.progress)
+    }
+
     /// An engine has let go of a rail, after the link began to close.
     pub(crate) fn detach(self: &Arc<Self>, rail: u16) {
         let mut life = self.life.lock();
@@ -304,7 +324,7 @@ impl LinkCore {
         }
     }
 
-    fn begin_close(self: &Arc<Self>) {
+    pub(crate) fn begin_close(self: &Arc<Self>) {
         let mut life = self.life.lock();
         if std::mem::replace(&mut life.closing, true) {
             return;
@@ -600,7 +620,6 @@ impl Rail {
             mail: Mutex::default(),
             name: Mutex::default(),
             counters: RailCounters::default(),
-            epoch_up: AtomicU64::new(0),
         }
     }
 }

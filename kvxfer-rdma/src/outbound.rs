@@ -223,12 +223,6 @@ impl Outbound {
     pub(crate) fn keys(&self, id: TransferId) -> Option<Arc<TransferKeys>> {
         self.books.lock().keys.get(&id).map(|(_, keys)| keys.clone())
     }
-
-    /// Slots known and transfers waiting, for counters.
-    pub(crate) fn counts(&self) -> (usize, usize) {
-        let books = self.books.lock();
-        (books.slots.len(), books.wishes.len())
-    }
 }
 
 fn take_wishes(books: &mut Books, slot: SlotUse) -> Vec<Wish> {

@@ -21,17 +21,16 @@ use crate::error::RdmaError;
 use crate::message::{LinkMessage, RailHello, reason};
 use crate::random;
 use crate::verbs::{
-    CompletionQueue, InitState, Operation, PathAddress, QueuePair, QueuePairCapacity, ReceiveState, Request, SendState,
+    CompletionQueue, InitState, Mtu, Operation, PathAddress, QueuePair, QueuePairCapacity, ReceiveState, Request, SendState,
     Sge,
 };
 
 use super::Turn;
 use super::complete::RECEIVE;
 use super::lane::{Lane, Pair, Received, Stage};
+use super::QUEUE_SLACK as SLACK;
 use super::work::{Marker, StandsFor};
 
-/// Work requests that a queue pair has room for beyond its depth: markers of chunks given up midway.
-pub(super) const SLACK: u32 = 8;
 /// The shortest receiver-not-ready timer that matters here: 12 is 0.64 ms.
 const RNR_TIMER: u8 = 12;
 
@@ -230,8 +229,9 @@ impl Lane {
         queue_pair.post_receives(RECEIVE, receives).map_err(verbs)?;
         let sequence = random::bits24();
         self.pair = Some(Pair {
-            queue_pair,
+            queue_pair: Some(queue_pair),
             completions,
+            mtu: Mtu::Bytes256,
             armed: false,
             peer: None,
             room: i64::from(device.queue_depth),
@@ -267,11 +267,14 @@ impl Lane {
             return Err(RdmaError::peer(&self.link, "it answers for a queue pair that is gone".into()).into());
         };
         let gid = device.gid_for(port.number, hello.gid, config.gid_index)?;
-        let mtu = port.mtu_bytes.min(hello.mtu_bytes).min(config.mtu.unwrap_or(u32::MAX));
+        let bytes = port.mtu.bytes().min(hello.mtu_bytes).min(config.mtu.unwrap_or(u32::MAX));
+        let Some(mtu) = Mtu::from_bytes(bytes) else {
+            return Err(RdmaError::peer(&self.link, format!("its path MTU of {bytes} bytes is none")).into());
+        };
         let state = ReceiveState {
             peer_qp: hello.queue_pair,
             peer_psn: hello.packet_sequence,
-            mtu_bytes: mtu,
+            mtu,
             address: PathAddress {
                 lid: hello.lid,
                 gid: hello.gid,
@@ -286,8 +289,9 @@ impl Lane {
             min_rnr_timer: RNR_TIMER,
         };
         let verbs = |error| Error::from(RdmaError::Verbs(error));
-        pair.queue_pair.to_receive(&state).map_err(verbs)?;
-        pair.queue_pair
+        let Some(queue_pair) = &pair.queue_pair else { return Ok(()) };
+        queue_pair.to_receive(&state).map_err(verbs)?;
+        queue_pair
             .to_send(&SendState {
                 psn: sequence,
                 timeout: config.timeout,
@@ -296,12 +300,13 @@ impl Lane {
                 max_rd_atomic: device.reads_started.min(hello.reads_served),
             })
             .map_err(verbs)?;
+        pair.mtu = mtu;
         pair.next = 0;
         pair.credits = hello.receives;
         pair.peer = Some(hello.clone());
         tracing::debug!(
             rail = self.link.lane_place(hello.lane),
-            mtu,
+            mtu = bytes,
             gid = ?gid,
             peer_qp = hello.queue_pair,
             service_level = config.service_level,
@@ -328,7 +333,7 @@ impl Lane {
             packet_sequence: sequence,
             lid: port.lid,
             gid: gid.map(|gid| gid.gid),
-            mtu_bytes: port.mtu_bytes,
+            mtu_bytes: port.mtu.bytes(),
             reads_served: device.reads_served,
             reads_started: device.reads_started,
             receives: match mutants::is(Mutant::IgnoreReceiveCredit) {
@@ -351,9 +356,12 @@ impl Lane {
             remote_address: peer.probe_address,
             rkey: peer.probe_key,
             signalled: true,
+            fence: false,
         };
+        let (address, _, lkey) = device.probe_source();
+        let length = pair.mtu.bytes();
         turn.batch.clear();
-        turn.batch.push(&request, &[device.probe_source()].map(|(address, length, lkey)| Sge { address, length, lkey }));
+        turn.batch.push(request, &[Sge { address, length, lkey }]);
         pair.markers.push_back(Marker {
             number: pair.next,
             requests: 1,
@@ -367,9 +375,7 @@ impl Lane {
     /// A queue pair that was never told of.
     fn abandon_pair(&mut self) {
         if let Some(mut pair) = self.pair.take() {
-            if let Err(error) = pair.queue_pair.destroy() {
-                tracing::error!(rail = self.text(), %error, "a queue pair could not be destroyed");
-            }
+            pair.destroy(&self.text());
             self.link.lane_gone(self.name(), true);
         }
         self.stage = Stage::Idle;

@@ -180,26 +180,26 @@ impl Lane {
         let total = current.sent.header.length;
         let mut room = pair.room - reserve;
         while current.posted < total {
-            if room <= 0 || turn.batch.is_full() {
+            if room <= 0 || turn.batch.is_full() || turn.batch.segments_left() < segments_max {
                 return Step::Full;
             }
             let Some(remote) = current.remote.peek() else { return Step::GivenUp };
-            let Some(place) = current.keys.remote.locate(remote.region, remote.offset, remote_device) else {
+            let Some(place) = current.keys.remote.locate(remote.region, remote.offset, 1, remote_device) else {
                 return Step::GivenUp;
             };
-            let wanted = remote.length.min(place.left).min(REQUEST_BYTES_MAX).min(device.message_bytes_max);
+            let wanted = remote.length.min(place.until_edge).min(REQUEST_BYTES_MAX).min(device.message_bytes_max);
             turn.scratch.gathered.clear();
             let mut gathered = 0;
             while gathered < wanted && turn.scratch.gathered.len() < segments_max {
                 let Some(local) = current.local.peek() else { break };
-                let Some(key) = current.keys.local[local.region as usize].locate(local.offset, device.index) else {
+                let Some(key) = current.keys.local[local.region as usize].local(device.index, local.offset) else {
                     return Step::GivenUp;
                 };
-                let length = local.length.min(key.left).min(wanted - gathered);
+                let length = local.length.min(key.until_edge).min(wanted - gathered);
                 turn.scratch.gathered.push(Sge {
                     address: key.address,
                     length: length as u32,
-                    lkey: key.key,
+                    lkey: key.lkey,
                 });
                 current.local.take(length);
                 gathered += length;
@@ -214,10 +214,11 @@ impl Lane {
                 wr_id: pair.next,
                 operation,
                 remote_address: place.address,
-                rkey: place.key,
+                rkey: place.rkey,
                 signalled: last_of_read,
+                fence: false,
             };
-            if !turn.batch.push(&request, &turn.scratch.gathered) {
+            if !turn.batch.push(request, &turn.scratch.gathered) {
                 // It was looked at before: the batch has room for a request with as many segments as can be.
                 return Step::GivenUp;
             }
@@ -320,7 +321,7 @@ impl Lane {
 
     /// Rings the doorbell for what is in the batch. False if the queue pair took not all of it.
     pub(super) fn post(&mut self, turn: &mut Turn<'_>) -> bool {
-        if turn.batch.len() == 0 {
+        if turn.batch.is_empty() {
             return true;
         }
         let Some(pair) = &mut self.pair else {
@@ -338,9 +339,8 @@ impl Lane {
         if pair.markers.len() <= 1 {
             pair.last_progress = turn.now;
         }
-        let posted = pair.queue_pair.post_send(turn.batch);
-        turn.batch.clear();
-        if let Err(error) = posted {
+        let Some(queue_pair) = &mut pair.queue_pair else { return false };
+        if let Err(error) = queue_pair.post_send(turn.batch) {
             pair.torn = true;
             self.fail(RdmaError::from(error.source).into());
             return false;
@@ -373,8 +373,9 @@ impl Pair {
             remote_address: peer.probe_address,
             rkey: peer.probe_key,
             signalled: true,
+            fence: false,
         };
-        turn.batch.push(&request, &[]);
+        turn.batch.push(request, &[]);
         self.next += 1;
         self.unsignalled += 1;
         self.room -= 1;

@@ -75,9 +75,9 @@ impl Flusher {
         self.answers.remove(&asker);
     }
 
-    /// The seeded defect: says so without having done it.
-    pub(super) fn skip(&mut self, asker: Asker) {
-        self.answers.insert(asker, true);
+    /// Answers without a flush: there is nothing that one could make sure of.
+    pub(super) fn answer_without(&mut self, asker: Asker, done: bool) {
+        self.answers.insert(asker, done);
     }
 
     /// Whether it was done, once that is known. An answer is given once.
@@ -105,7 +105,7 @@ impl Flusher {
     }
 
     /// Goes on with what waits.
-    pub(super) fn advance(&mut self, device: &Device, registry: &Registry, now: Time) {
+    pub(super) fn advance(&mut self, device: &Device, channel: &CompletionChannel, registry: &Registry, now: Time) {
         if let Some(running) = &mut self.running
             && !running.failed
             && running.outstanding == 0
@@ -128,8 +128,13 @@ impl Flusher {
             }
         }
         if self.running.is_none() && !self.waiting.is_empty() {
-            let mut points = registry.flush_points(device.index);
-            points.push((device.probe_address(), device.flush_key()));
+            self.repair(device, channel);
+            let mut points: Vec<(u64, u32)> = registry
+                .flush_targets(device.index)
+                .into_iter()
+                .map(|target| (target.address, target.rkey))
+                .collect();
+            points.push(device.flush_page());
             let mut running = Running {
                 askers: self.waiting.drain(..).collect(),
                 points,
@@ -146,7 +151,7 @@ impl Flusher {
     }
 
     /// Makes the queue pairs anew after a flush failed.
-    pub(super) fn repair(&mut self, device: &Device, channel: &CompletionChannel) {
+    fn repair(&mut self, device: &Device, channel: &CompletionChannel) {
         if self.pair.is_none() {
             match Loop::new(device, channel) {
                 Ok(pair) => self.pair = Some(pair),
@@ -164,13 +169,9 @@ impl Flusher {
         }
     }
 
-    /// Whether somebody has an answer that was not fetched.
-    pub(super) fn has_answers(&self) -> bool {
-        !self.answers.is_empty()
-    }
-
-    pub(super) fn answered(&self, asker: Asker) -> bool {
-        self.answers.contains_key(&asker)
+    /// Whose answers wait.
+    pub(super) fn answered(&self) -> Vec<Asker> {
+        self.answers.keys().copied().collect()
     }
 
     pub(super) fn arm(&mut self) -> bool {
@@ -219,7 +220,7 @@ impl Loop {
             this.to_receive(&ReceiveState {
                 peer_qp: other.number(),
                 peer_psn: other_sequence,
-                mtu_bytes: port.mtu_bytes,
+                mtu: port.mtu,
                 address: PathAddress {
                     lid: port.lid,
                     gid: gid.as_ref().map(|gid| gid.gid),
@@ -255,7 +256,7 @@ impl Loop {
     fn read(&mut self, device: &Device, running: &mut Running) -> Result<(), ()> {
         let (address, _, lkey) = device.probe_source();
         let count = running.points.len().min(DEPTH as usize / 2);
-        let mut batch = SendBatch::new(count as u32, count as u32);
+        let mut batch = SendBatch::new(count, count);
         for (index, (remote_address, rkey)) in running.points.drain(..count).enumerate() {
             let request = Request {
                 wr_id: index as u64,
@@ -263,8 +264,9 @@ impl Loop {
                 remote_address,
                 rkey,
                 signalled: true,
+                fence: false,
             };
-            batch.push(&request, &[Sge { address, length: 1, lkey }]);
+            batch.push(request, &[Sge { address, length: 1, lkey }]);
         }
         running.outstanding = count as u32;
         self.near.post_send(&mut batch).map_err(|error| {

@@ -12,10 +12,10 @@ use crate::device::Device;
 use crate::error::RdmaError;
 use crate::link::{LinkCore, Mail, RailPlace};
 use crate::message::{Closing, LinkMessage, RailHello};
-use crate::verbs::{CompletionBuffer, CompletionQueue, QueuePair};
+use crate::verbs::{CompletionBuffer, CompletionQueue, Mtu, QueuePair};
 
 use super::work::{Current, Marker, OpenClose};
-use super::{LOOK_AGAIN, Turn};
+use super::Turn;
 
 /// Earlier epochs whose closes may still be told, at most: each goes when the peer asks for its fence.
 const PAST_MAX: usize = 16;
@@ -66,7 +66,9 @@ pub(super) enum Stage {
 
 /// A queue pair and what is on it.
 pub(super) struct Pair {
-    pub(super) queue_pair: QueuePair,
+    /// Until it is destroyed.
+    pub(super) queue_pair: Option<QueuePair>,
+    pub(super) mtu: Mtu,
     pub(super) completions: CompletionQueue,
     /// The next completion makes an event.
     pub(super) armed: bool,
@@ -144,7 +146,8 @@ impl Lane {
     }
 
     pub(super) fn queue_pair(&self) -> Option<u32> {
-        self.pair.as_ref().map(|pair| pair.queue_pair.number())
+        let pair = self.pair.as_ref()?;
+        pair.queue_pair.as_ref().map(QueuePair::number)
     }
 
     /// The port's number on this device.
@@ -232,9 +235,7 @@ impl Lane {
             Stage::Draining { limit, .. } | Stage::Flushing { limit, .. } => Some(*limit),
             Stage::Up => {
                 let pair = self.pair.as_ref()?;
-                let busy = !pair.markers.is_empty() || !pair.flushed.is_empty();
-                busy.then(|| (pair.last_progress + self.link.config.progress).min(now + LOOK_AGAIN))
-                    .filter(|_| !pair.markers.is_empty())
+                (!pair.markers.is_empty()).then(|| pair.last_progress + self.link.config.progress)
             }
             Stage::Ended => None,
         }

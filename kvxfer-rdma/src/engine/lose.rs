@@ -9,6 +9,7 @@ use kvxfer_core::transport::LinkEvent;
 use crate::counters::add;
 use crate::error::RdmaError;
 use crate::message::{LinkMessage, reason};
+use crate::verbs::QueuePair;
 
 use super::Turn;
 use super::lane::{Lane, Pair, Stage};
@@ -23,9 +24,10 @@ impl Lane {
             _ => return,
         };
         let Some(pair) = &self.pair else { return };
-        let to_error = match mutants::is(Mutant::ResetInsteadOfError) {
-            true => pair.queue_pair.to_reset(),
-            false => pair.queue_pair.to_error(),
+        let to_error = match &pair.queue_pair {
+            Some(queue_pair) if mutants::is(Mutant::ResetInsteadOfError) => queue_pair.to_reset(),
+            Some(queue_pair) => queue_pair.to_error(),
+            None => Ok(()),
         };
         if let Err(refused) = to_error {
             // It may be in that state already, or its device gone: destroying it settles the rest.
@@ -74,13 +76,10 @@ impl Lane {
         // One asked for before the queue pair was destroyed says nothing about it.
         turn.flusher.withdraw(key);
         self.flush_asked = true;
-        if let Some(pair) = &mut self.pair
-            && let Err(refused) = pair.queue_pair.destroy()
-        {
-            tracing::error!(rail = self.text(), error = %refused, "a queue pair could not be destroyed");
-        }
-        if mutants::is(Mutant::SkipFlush) {
-            turn.flusher.skip(key);
+        let text = self.text();
+        let destroyed = self.pair.as_mut().is_none_or(|pair| pair.destroy(&text));
+        if !destroyed || mutants::is(Mutant::SkipFlush) {
+            turn.flusher.answer_without(key, destroyed);
         } else {
             turn.flusher.ask(key);
         }
@@ -152,10 +151,7 @@ impl Lane {
     /// At the end of the engine: whatever was outstanding.
     pub(super) fn destroy(&mut self) {
         let Some(mut pair) = self.pair.take() else { return };
-        let _ = pair.queue_pair.to_error();
-        if let Err(error) = pair.queue_pair.destroy() {
-            tracing::error!(rail = self.text(), %error, "a queue pair could not be destroyed");
-        }
+        pair.destroy(&self.text());
         self.shown(None);
         for chunk in pair.chunks_left() {
             self.drop_chunk(chunk);
@@ -172,6 +168,19 @@ impl Lane {
 }
 
 impl Pair {
+    /// Destroys the queue pair: the device does not touch memory for it any more, but for what it has accepted.
+    ///
+    /// False if the device does not let go of it: then nothing can be said of the memory that it may touch.
+    pub(super) fn destroy(&mut self, place: &str) -> bool {
+        match self.queue_pair.take().map(QueuePair::destroy) {
+            Some(Err(error)) => {
+                tracing::error!(rail = place, %error, "a queue pair could not be destroyed");
+                false
+            }
+            Some(Ok(())) | None => true,
+        }
+    }
+
     /// Everything on it that has not completed.
     fn chunks_left(&mut self) -> Vec<SentChunk> {
         let mut left = Vec::new();

@@ -33,10 +33,10 @@ use flush::Flusher;
 use lane::Lane;
 use work::Scratch;
 
+/// Work requests that a queue pair has room for beyond its depth: markers of chunks given up midway.
+pub(crate) const QUEUE_SLACK: u32 = 8;
 /// Completions taken from a queue at once.
 const COMPLETIONS_MAX: usize = 64;
-/// How often a rail that is up is looked at while something is outstanding on it, for its progress.
-const LOOK_AGAIN: Duration = Duration::from_millis(50);
 
 /// The part of an engine that others reach.
 pub(crate) struct EngineShared {
@@ -107,14 +107,13 @@ impl EngineShared {
 }
 
 /// What an engine lends to the lane whose turn it is.
-pub(crate) struct Turn<'a> {
-    pub(crate) device: &'a Device,
-    pub(crate) channel: &'a CompletionChannel,
-    pub(crate) flusher: &'a mut Flusher,
-    pub(crate) batch: &'a mut SendBatch,
-    pub(crate) scratch: &'a mut Scratch,
-    pub(crate) transport: &'a Shared,
-    pub(crate) now: Time,
+struct Turn<'a> {
+    device: &'a Device,
+    channel: &'a CompletionChannel,
+    flusher: &'a mut Flusher,
+    batch: &'a mut SendBatch,
+    scratch: &'a mut Scratch,
+    now: Time,
 }
 
 /// A device's thread.
@@ -152,7 +151,7 @@ impl Engine {
             watched: Vec::new(),
             touched: Vec::new(),
             completions: CompletionBuffer::new(COMPLETIONS_MAX),
-            batch: SendBatch::new(depth, depth * segments.min(8)),
+            batch: SendBatch::new((depth + QUEUE_SLACK) as usize, (depth * segments.min(8)) as usize),
             scratch: Scratch::new(segments as usize),
             dead: None,
             shared,
@@ -238,7 +237,6 @@ impl Engine {
             flusher: &mut self.flusher,
             batch: &mut self.batch,
             scratch: &mut self.scratch,
-            transport: &self.transport,
             now,
         };
         for lane in self.lanes.values_mut() {
@@ -253,7 +251,14 @@ impl Engine {
                 }
             }
         }
-        self.flusher.advance(&self.shared.device, &self.transport.registry, now);
+        self.flusher.advance(&self.shared.device, &self.channel, &self.transport.registry, now);
+        for asker in self.flusher.answered() {
+            match self.lanes.get_mut(&asker) {
+                Some(lane) => lane.kicked = true,
+                None => self.flusher.withdraw(asker),
+            }
+            any = true;
+        }
         for link in self.touched.drain(..) {
             link.confirm_revocations();
             link.flush();
@@ -393,7 +398,7 @@ impl Engine {
             })
         };
         match event {
-            AsyncEventKind::QueuePairFatal(number) => {
+            AsyncEventKind::QpFatal(number) => {
                 for lane in self.lanes.values_mut().filter(|lane| lane.queue_pair() == Some(number)) {
                     lane.fail(lost("the device reports a fatal error of the queue pair"));
                 }
@@ -409,7 +414,7 @@ impl Engine {
                     lane.try_now();
                 }
             }
-            AsyncEventKind::GidChange(port) | AsyncEventKind::LidChange(port) | AsyncEventKind::PartitionChange(port) => {
+            AsyncEventKind::GidChange(port) | AsyncEventKind::LidChange(port) | AsyncEventKind::PkeyChange(port) => {
                 if device.refresh(port) {
                     for lane in self.lanes.values_mut().filter(|lane| lane.port(device) == Some(port)) {
                         lane.fail(lost(&format!("the addresses of port {port} changed")));
@@ -419,7 +424,7 @@ impl Engine {
             AsyncEventKind::DeviceFatal => {
                 self.dead = Some(lost("the device reports a fatal error"));
             }
-            AsyncEventKind::CompletionQueueError => {
+            AsyncEventKind::CqError => {
                 for lane in self.lanes.values_mut() {
                     lane.fail(lost("the device reports a completion queue error"));
                 }

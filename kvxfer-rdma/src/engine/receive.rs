@@ -11,7 +11,7 @@ use crate::error::RdmaError;
 use crate::message::{Closing, LinkMessage};
 
 use super::Turn;
-use super::lane::{Lane, Received, Stage};
+use super::lane::{Lane, Received};
 
 /// Closes told whose immediates have not come, per queue pair, at most: the peer has no more credits than that.
 const CLOSINGS_MAX: usize = 4096;
@@ -85,7 +85,8 @@ impl Lane {
         }
         let count = std::mem::take(&mut pair.owed);
         // Posted before they are told.
-        match pair.queue_pair.post_receives(super::complete::RECEIVE, count) {
+        let Some(queue_pair) = &mut pair.queue_pair else { return };
+        match queue_pair.post_receives(super::complete::RECEIVE, count) {
             Ok(()) => {
                 pair.receives += count;
                 self.link.tell(LinkMessage::Credits { lane, count });
@@ -181,11 +182,6 @@ impl Lane {
             error: error.clone(),
         });
         self.fail(error);
-    }
-
-    /// Whether closes that came over the session wait.
-    pub(super) fn has_unflushed(&self) -> bool {
-        !self.unflushed.is_empty() && !matches!(self.stage, Stage::Ended)
     }
 }
 

@@ -1,0 +1,64 @@
+//! On real devices: one push and one pull.
+#![allow(clippy::unwrap_used)]
+
+mod support;
+
+use std::sync::Arc;
+
+use support::*;
+
+#[test]
+fn push_and_pull() {
+    if std::env::var("KVXFER_TEST_DEVICES").is_err() {
+        println!("skipped: KVXFER_TEST_DEVICES does not name two devices");
+        return;
+    }
+    let devices = std::env::var("KVXFER_TEST_DEVICES").unwrap();
+    let (left, right) = devices.split_once(',').unwrap();
+    let pair = Pair::new(Node::new(1, config(left)), Node::new(2, config(right))).up();
+    println!("link up");
+    let memory = pair.left.memory(&[8 << 20]);
+    let target = pair.right.memory(&[8 << 20]);
+    println!("registered");
+    memory.fill(0, 1);
+    let source: Arc<dyn kvxfer_core::flow::ByteStream> = Arc::new(Pieces {
+        region: 0,
+        offsets: (0..512).map(|i| (i * 7 % 512) * 8192).collect(),
+        length: 8192,
+    });
+    let destination: Arc<dyn kvxfer_core::flow::ByteStream> = Arc::new(Pieces {
+        region: 0,
+        offsets: (0..512).map(|i| (i * 5 % 512) * 8192).collect(),
+        length: 8192,
+    });
+    let arrival = Arc::new(Arrival::default());
+    let slot = pair.right.grant(destination.clone(), &target, Some(arrival.clone()));
+    let sent = pair.push(&memory, source, slot, &target, destination);
+    arrival.wait(PATIENCE).expect("arrival");
+    pair.left_log.arrived(sent.id);
+    for i in 0..512u64 {
+        let (from, to) = ((i * 7 % 512) * 8192, (i * 5 % 512) * 8192);
+        assert_eq!(memory.read(0, from, 8192), target.read(0, to, 8192), "{i}");
+    }
+    // And back, read.
+    let destination: Arc<dyn kvxfer_core::flow::ByteStream> = Arc::new(Pieces {
+        region: 0,
+        offsets: vec![4 << 20],
+        length: 4 << 20,
+    });
+    let source: Arc<dyn kvxfer_core::flow::ByteStream> = Arc::new(Pieces {
+        region: 0,
+        offsets: vec![0],
+        length: 4 << 20,
+    });
+    let arrival = Arc::new(Arrival::default());
+    let slot = pair.left.grant(destination.clone(), &memory, Some(arrival.clone()));
+    let sent = pair.pull(&memory, slot, destination, &target, source);
+    arrival.wait(PATIENCE).expect("arrival");
+    pair.left_log.arrived(sent.id);
+    assert_eq!(memory.read(0, 4 << 20, 4 << 20), target.read(0, 0, 4 << 20));
+    pair.left_link.close();
+    pair.right_link.close();
+    pair.left_log.closed();
+    pair.right_log.closed();
+}

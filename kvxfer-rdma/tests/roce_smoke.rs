@@ -33,6 +33,8 @@ fn push_and_pull() {
     });
     let arrival = Arc::new(Arrival::default());
     let slot = pair.right.grant(destination.clone(), &target, Some(arrival.clone()));
+    let began = std::time::Instant::now();
+    println!("filled");
     let sent = pair.push(&memory, source, slot, &target, destination);
     arrival.wait(PATIENCE).expect("arrival");
     pair.left_log.arrived(sent.id);
@@ -40,7 +42,8 @@ fn push_and_pull() {
         let (from, to) = ((i * 7 % 512) * 8192, (i * 5 % 512) * 8192);
         assert_eq!(memory.read(0, from, 8192), target.read(0, to, 8192), "{i}");
     }
-    // And back, read.
+    println!("pushed in {:?}", began.elapsed());
+    let began = std::time::Instant::now();
     let destination: Arc<dyn kvxfer_core::flow::ByteStream> = Arc::new(Pieces {
         region: 0,
         offsets: vec![4 << 20],
@@ -57,8 +60,10 @@ fn push_and_pull() {
     arrival.wait(PATIENCE).expect("arrival");
     pair.left_log.arrived(sent.id);
     assert_eq!(memory.read(0, 4 << 20, 4 << 20), target.read(0, 0, 4 << 20));
+    println!("pulled in {:?}", began.elapsed());
     pair.left_link.close();
     pair.right_link.close();
     pair.left_log.closed();
     pair.right_log.closed();
+    println!("closed after {:?}", began.elapsed());
 }

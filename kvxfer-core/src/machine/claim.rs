@@ -450,7 +450,8 @@ impl Machine {
             source.voided.push(slot);
             self.close_slot(slot);
             self.fencing.insert(id);
-            self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+            let limit = self.fence_limit([peer]);
+            self.timers.set(TimerKey::Fence(id), now + limit);
         }
         self.actions.push_back(Action::Notice {
             handle: id,

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::links::TransferOwner;
+use super::links::{RemoteSide, TransferOwner};
 use super::slots::{SlotKey, SlotOwner, maybe_written, quarantined, unknown};
 use super::timers::TimerKey;
 use super::types::{GrantOptions, HandleId, Outcome};
@@ -193,7 +193,9 @@ impl Machine {
         }
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
-        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        let writer = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
+        let limit = self.fence_limit(writer);
+        self.timers.set(TimerKey::Fence(id), now + limit);
         self.fences_changed = true;
     }
 
@@ -302,7 +304,12 @@ impl Machine {
         let (gate, regions) = (serve.gate.clone(), own.regions.clone());
         let until = now + std::time::Duration::from_millis(into.remaining_ms);
         let to = into.name;
-        let transfer = self.begin_transfer(peer, TransferOwner::Serve(id), |id| SendSpec {
+        let remote = RemoteSide {
+            pool: into.pool,
+            layout,
+            blocks: target,
+        };
+        let transfer = self.begin_transfer(peer, TransferOwner::Serve(id), remote, |id| SendSpec {
             id,
             slot: to.slot,
             generation: to.generation,
@@ -387,9 +394,10 @@ impl Machine {
             serve.gate.close();
             serve.decided = Some(result);
         }
+        let limit = self.fence_limit([peer]);
         if self.fencing.insert(id) {
             self.timers.clear(TimerKey::Deadline(id));
-            self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+            self.timers.set(TimerKey::Fence(id), now + limit);
         }
         self.look_at_serve_fence(now, id);
     }
@@ -405,7 +413,8 @@ impl Machine {
         let reader = serve.reader;
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
-        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        let limit = self.fence_limit(reader.map(|reader| reader.peer));
+        self.timers.set(TimerKey::Fence(id), now + limit);
         if let Some(reader) = reader {
             if let Some(transfer) = reader.transfer {
                 self.stop_transfer(now, transfer, None);

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::keys::EarlyEnd;
-use super::links::TransferOwner;
+use super::links::{RemoteSide, TransferOwner};
 use super::released::PartRange;
 use super::timers::TimerKey;
 use super::types::{Action, HandleId, MemberVerdict, Notice};
@@ -267,7 +267,13 @@ impl Machine {
         let deadline = offer.strict.map_or(until, |strict| strict.min(until));
         let regions = own.regions.clone();
         let name = grant.name;
-        let transfer = self.begin_transfer(peer, TransferOwner::Member(peer, claim), |id| SendSpec {
+        let target = Arc::new(grant.target);
+        let remote = RemoteSide {
+            pool: grant.pool,
+            layout: layout.clone(),
+            blocks: target.clone(),
+        };
+        let transfer = self.begin_transfer(peer, TransferOwner::Member(peer, claim), remote, |id| SendSpec {
             id,
             slot: name.slot,
             generation: name.generation,
@@ -283,7 +289,7 @@ impl Machine {
             member.last_grant = Some(name);
             member.grant = Some(MemberGrant {
                 name,
-                target: Arc::new(grant.target),
+                target,
                 layout,
                 layers,
                 transfer: Some(transfer),

@@ -8,8 +8,6 @@ use crate::id::{GrantName, Incarnation};
 use crate::time::Time;
 use crate::wire::{Message, Verdict};
 
-use std::sync::Arc;
-
 /// Pools of one peer, at most.
 const PEER_POOLS_MAX: usize = 4096;
 
@@ -27,14 +25,7 @@ impl Machine {
                         .because(format!("a peer has at most {PEER_POOLS_MAX}")));
                 }
                 peer.pools_told = peer.pools_told.max(Some(advert.id));
-                peer.pools.insert(
-                    advert.id,
-                    PeerPool {
-                        layout: Arc::new(advert.layout),
-                        serves: advert.serves,
-                        receives: advert.receives,
-                    },
-                );
+                peer.pools.insert(advert.id, PeerPool::of(advert));
                 self.start_transfers(now, from);
             }
             Message::PoolRemoved(pool) => {
@@ -84,7 +75,9 @@ impl Machine {
             }
             Message::FenceLane { lane, chunks } => self.fence_lane(from, lane, chunks)?,
             Message::LaneFenced { lane, chunks } => self.lane_fenced(from, lane, chunks),
-            Message::ReadDirect { .. } | Message::Link { .. } | Message::TransportFailed { .. } => {}
+            Message::Link { transport, body } => self.link_message(from, transport, body)?,
+            Message::TransportFailed { transport, error } => self.peer_transport_failed(now, from, &transport, &error),
+            Message::ReadDirect { .. } => {}
             Message::Draining => {
                 if let Some(peer) = self.peers.get_mut(&from) {
                     peer.draining = true;

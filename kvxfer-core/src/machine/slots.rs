@@ -79,7 +79,23 @@ impl Machine {
                 quarantined: false,
             },
         );
+        if let Some(writer) = writer {
+            self.admit_slot(writer, key);
+        }
         Ok(key)
+    }
+
+    /// The slots that are open for this peer to write.
+    pub(super) fn slots_written_by(&self, writer: Incarnation) -> Vec<SlotKey> {
+        self.slot_uses
+            .iter()
+            .filter(|(_, used)| used.verdict.is_none())
+            .filter(|(slot, _)| {
+                let progress = self.slots.progress(slot.0, slot.1);
+                progress.is_some_and(|progress| progress.writer == Some(writer) && !progress.arrived)
+            })
+            .map(|(slot, _)| *slot)
+            .collect()
     }
 
     pub(super) fn grant_name(&self, slot: SlotKey) -> GrantName {
@@ -90,9 +106,19 @@ impl Machine {
         }
     }
 
-    /// Closes a slot. True if it had arrived.
+    /// Closes a slot, and stops whoever writes into it by itself. True if it had arrived.
     pub(super) fn close_slot(&mut self, slot: SlotKey) -> bool {
-        self.slots.close(slot.0, slot.1) == Close::AlreadyArrived
+        match self.slots.close(slot.0, slot.1) {
+            Close::AlreadyArrived => return true,
+            Close::Gone => return false,
+            Close::Fenced | Close::Waiting => {}
+        }
+        let bound = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
+        let used = self.slot_uses.get(&slot).and_then(|used| used.peer);
+        if let Some(writer) = bound.or(used) {
+            self.revoke_slot(writer, slot);
+        }
+        false
     }
 
     /// Whether no byte lands in a slot that was closed, or has arrived.

@@ -199,12 +199,13 @@ impl Machine {
         }
         self.timers.clear(TimerKey::Deadline(id));
         self.starved.remove(&id);
-        let Some(claim) = self.claims.get_mut(&id) else { return };
+        let Some(claim) = self.claims.get(&id) else { return };
+        let limit = now + self.fence_limit(claim.sources.iter().filter_map(Source::peer));
         if claim.is_done() {
             self.claim_arrived(now, id);
             return;
         }
-        let limit = now + self.config.fence_limit;
+        let Some(claim) = self.claims.get_mut(&id) else { return };
         let error = if claim.slots().next().is_some() {
             maybe_written(&error)
         } else {

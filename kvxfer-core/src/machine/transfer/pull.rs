@@ -156,7 +156,7 @@ impl Machine {
         let Some(pull) = self.pulls.get_mut(&id).filter(|pull| pull.ending.is_none()) else {
             return;
         };
-        let slot = pull.slot;
+        let (slot, peer) = (pull.slot, pull.peer);
         let error = if slot.is_some() { maybe_written(&error) } else { error };
         pull.since = now;
         pull.ending = Some(Ending {
@@ -168,7 +168,8 @@ impl Machine {
         }
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
-        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        let limit = self.fence_limit([peer]);
+        self.timers.set(TimerKey::Fence(id), now + limit);
         self.fences_changed = true;
     }
 

@@ -7,7 +7,7 @@ use super::config::RETRY_AFTER;
 use super::timers::TimerKey;
 use super::types::{Action, HandleId, LinkCommand};
 use crate::error::{Error, ErrorKind, Result};
-use crate::flow::{ChunkName, ChunkState, LaneName, SendEvent, SendPart, SendSpec, TransferId};
+use crate::flow::{ChunkName, ChunkState, Direction, LaneName, SendEvent, SendPart, SendSpec, TransferId};
 use crate::id::{GrantName, Incarnation, PoolId};
 use crate::layout::PoolLayout;
 use crate::mutants::{self, Mutant};
@@ -48,6 +48,10 @@ pub(super) enum TransferOwner {
     Push(HandleId),
     /// A read grant that is being read.
     Serve(HandleId),
+    /// What this endpoint's device reads of a source, for a claim.
+    ClaimRead(HandleId, Incarnation),
+    /// What this endpoint's device reads, for a pull.
+    PullRead(HandleId),
 }
 
 /// How far a transfer is on its link.
@@ -82,9 +86,15 @@ pub(super) struct LinkTransfer {
 pub(super) struct RemoteSide {
     /// The peer's pool.
     pub(super) pool: PoolId,
-    pub(super) layout: Arc<PoolLayout>,
-    /// What of it.
-    pub(super) blocks: Arc<Target>,
+    /// What of it is written. What is read, the parts say.
+    pub(super) written: Option<(Arc<PoolLayout>, Arc<Target>)>,
+}
+
+impl LinkTransfer {
+    /// How many parts it has, and the last one's number.
+    pub(super) fn parts_so_far(&self) -> (usize, Option<u32>) {
+        (self.parts.len(), self.parts.last().map(|part| part.part))
+    }
 }
 
 impl Machine {
@@ -315,6 +325,10 @@ impl Machine {
             };
             transfer.phase = LinkPhase::Active;
             peer.active += 1;
+            if transfer.owner.direction() == Direction::Read && !self.path_is_one_sided(incarnation) {
+                self.ask_instead_of_reading(now, id);
+                continue;
+            }
             if let Err(error) = self.give_to_link(incarnation, id) {
                 self.transfer_refused(now, id, error);
             }
@@ -359,6 +373,14 @@ impl Machine {
             TransferOwner::Serve(handle) => {
                 self.serve_transfer_over(now, handle);
                 self.end_serve(now, handle, error);
+            }
+            TransferOwner::ClaimRead(handle, source) => {
+                self.claim_read_over(handle, source, id);
+                self.end_claim(now, handle, error);
+            }
+            TransferOwner::PullRead(handle) => {
+                self.pull_read_over(handle);
+                self.end_pull(now, handle, error);
             }
         }
     }
@@ -467,6 +489,8 @@ impl Machine {
             TransferOwner::Push(handle) if !stopping => self.push_refused(now, handle),
             TransferOwner::Push(handle) => self.push_is_quiet(handle),
             TransferOwner::Serve(handle) => self.serve_transfer_over(now, handle),
+            TransferOwner::ClaimRead(handle, source) => self.claim_read_over(handle, source, id),
+            TransferOwner::PullRead(handle) => self.pull_read_over(handle),
         }
     }
 
@@ -475,7 +499,7 @@ impl Machine {
         match owner {
             TransferOwner::Member(peer, claim) => self.member_ended(now, peer, claim, crate::wire::Verdict::Arrived),
             TransferOwner::Push(handle) => self.push_arrived(now, handle),
-            TransferOwner::Serve(_) => {}
+            TransferOwner::Serve(_) | TransferOwner::ClaimRead(..) | TransferOwner::PullRead(_) => {}
         }
     }
 }

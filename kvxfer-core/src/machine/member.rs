@@ -270,8 +270,7 @@ impl Machine {
         let target = Arc::new(grant.target);
         let remote = RemoteSide {
             pool: grant.pool,
-            layout: layout.clone(),
-            blocks: target.clone(),
+            written: Some((layout.clone(), target.clone())),
         };
         let transfer = self.begin_transfer(peer, TransferOwner::Member(peer, claim), remote, |id| SendSpec {
             id,
@@ -314,6 +313,7 @@ impl Machine {
     }
 
     fn give_part_to_member(&mut self, now: Time, peer: Incarnation, claim: u64, part: PartRange) -> Result<()> {
+        let one_sided = self.path_is_one_sided(peer);
         let Some(RemoteClaim::Member(member)) = self.remote_claims.get_mut(&(peer, claim)) else {
             return Ok(());
         };
@@ -355,6 +355,8 @@ impl Machine {
         let Some(transfer) = grant.transfer else { return Ok(()) };
         if pull {
             let told: Vec<(u32, PartExtent)> = made.iter().map(|part| (part.part, part.extent)).collect();
+            let blocks = one_sided.then(|| offer.source.clone());
+            let layout = own.layout.clone();
             grant.announced.extend(made.into_iter().map(|part| (part.part, part)));
             for (part, extent) in told {
                 self.send(
@@ -365,7 +367,7 @@ impl Machine {
                         attempt,
                         part,
                         extent,
-                        source: None,
+                        source: blocks.as_deref().and_then(|blocks| restricted(&layout, blocks, extent)),
                     },
                 );
             }
@@ -641,6 +643,18 @@ impl MemberGrant {
             }
         }
         runs
+    }
+}
+
+/// What of the source's blocks a part is in.
+fn restricted(layout: &PoolLayout, blocks: &Target, extent: PartExtent) -> Option<Target> {
+    match blocks {
+        Target::Selection { selection, scope } => Some(Target::Selection {
+            selection: layout.restrict(selection, (extent.token_start, extent.token_end), extent.states),
+            scope: scope.clone(),
+        }),
+        // Offers have selections.
+        Target::Descriptors(_) => None,
     }
 }
 

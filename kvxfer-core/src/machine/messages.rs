@@ -1,5 +1,6 @@
 //! What peers say on a session, to whom it goes.
 
+use super::claim::ReadyPart;
 use super::peers::PeerPool;
 use super::types::{Action, PeerChange};
 use super::{Machine, UseOwner};
@@ -54,8 +55,16 @@ impl Machine {
                 attempt,
                 part,
                 extent,
-                source: _,
-            } => self.part_ready(now, from, claim, attempt, part, extent)?,
+                source,
+            } => {
+                let ready = ReadyPart {
+                    attempt,
+                    part,
+                    extent,
+                    source,
+                };
+                self.part_ready(now, from, claim, ready)?;
+            }
             Message::ReadPart { claim, attempt, part } => self.read_part(now, from, claim, attempt, part)?,
             Message::Read { read, grant, into } => self.read_requested(now, from, read, grant, into)?,
             Message::ReadRefused { read, error } => self.read_refused(now, from, read, error),
@@ -77,7 +86,7 @@ impl Machine {
             Message::LaneFenced { lane, chunks } => self.lane_fenced(from, lane, chunks),
             Message::Link { transport, body } => self.link_message(from, transport, body)?,
             Message::TransportFailed { transport, error } => self.peer_transport_failed(now, from, &transport, &error),
-            Message::ReadDirect { .. } => {}
+            Message::ReadDirect { read, grant } => self.read_direct_requested(now, from, read, grant),
             Message::Draining => {
                 if let Some(peer) = self.peers.get_mut(&from) {
                     peer.draining = true;

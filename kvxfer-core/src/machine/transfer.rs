@@ -61,6 +61,8 @@ pub(super) struct Pull {
     target: Arc<Target>,
     deadline: Time,
     slot: Option<SlotKey>,
+    /// What this endpoint's device reads into it.
+    transfer: Option<TransferId>,
     bytes: u64,
     arrived: bool,
     validating: bool,
@@ -184,8 +186,7 @@ impl Machine {
         let (options, deadline) = (push.options.clone(), push.deadline);
         let remote = RemoteSide {
             pool: push.grant.pool,
-            layout,
-            blocks: target,
+            written: Some((layout, target)),
         };
         let transfer = self.begin_transfer(peer, TransferOwner::Push(id), remote, |id| SendSpec {
             id,

@@ -2,7 +2,7 @@
 //! are, and a way for the two ends to talk.
 
 use super::*;
-use crate::flow::{Direction, Remote};
+use crate::flow::Remote;
 
 impl Machine {
     /// The link to this peer, if there is one that is not being closed and reaches memory by itself.
@@ -99,11 +99,33 @@ impl Machine {
         let Some(transfer) = self.link_transfers.get(&id) else {
             return Ok(part);
         };
-        if self.links.get(&transfer.peer).is_some_and(|link| link.one_sided) {
-            let side = &transfer.remote;
-            part.remote = Some(side.blocks.stream(&side.layout, part.extent)?);
+        if self.links.get(&transfer.peer).is_some_and(|link| link.one_sided)
+            && let Some((layout, blocks)) = &transfer.remote.written
+        {
+            part.remote = Some(blocks.stream(layout, part.extent)?);
         }
         Ok(part)
+    }
+
+    /// What was to be read by this endpoint's device is on a link that cannot: the peer is asked to send it.
+    pub(super) fn ask_instead_of_reading(&mut self, now: Time, id: TransferId) {
+        let Some(transfer) = self.link_transfers.get(&id) else {
+            return;
+        };
+        let parts: Vec<u32> = transfer.parts.iter().map(|part| part.part).collect();
+        let owner = transfer.owner;
+        self.transfer_is_over(now, id);
+        match owner {
+            TransferOwner::ClaimRead(handle, source) => {
+                self.claim_read_over(handle, source, id);
+                self.ask_for_parts(now, handle, source, &parts);
+            }
+            TransferOwner::PullRead(handle) => {
+                self.pull_read_over(handle);
+                self.ask_for_pull(now, handle);
+            }
+            TransferOwner::Member(..) | TransferOwner::Push(_) | TransferOwner::Serve(_) => {}
+        }
     }
 
     // ------------------------------------------------------------------------------------------ its two ends
@@ -150,9 +172,10 @@ impl Machine {
 }
 
 impl TransferOwner {
-    fn direction(self) -> Direction {
+    pub(super) fn direction(self) -> Direction {
         match self {
             TransferOwner::Member(..) | TransferOwner::Push(_) | TransferOwner::Serve(_) => Direction::Write,
+            TransferOwner::ClaimRead(..) | TransferOwner::PullRead(_) => Direction::Read,
         }
     }
 }

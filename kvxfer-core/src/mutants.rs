@@ -99,6 +99,12 @@ mutants! {
         ReleaseOfferEarly,
         /// A handle ends twice.
         DoubleComplete,
+        /// A slot is closed without its writer's device being told to stop.
+        ForgetRevoke,
+        /// A transport that failed is taken again.
+        FallBackToTheFailed,
+        /// What this endpoint's device has read counts without the source's word that it was still what was meant.
+        SkipValidateOfReads,
     }
     rdma: {
         /// A queue pair that is fenced is reset instead of put into the error state: completions are lost.

@@ -145,6 +145,14 @@ impl VerbsError {
 
 impl From<VerbsError> for Error {
     fn from(error: VerbsError) -> Error {
+        error.in_place("")
+    }
+}
+
+impl VerbsError {
+    /// The error for users, with the place where it happened beside the device.
+    pub(crate) fn in_place(self, place: &str) -> Error {
+        let error = self;
         let (what, why) = match &error {
             VerbsError::Load { why, .. } => ("the verbs library cannot be loaded".to_owned(), why.clone()),
             VerbsError::MissingSymbol { symbol, .. } => {
@@ -160,12 +168,13 @@ impl From<VerbsError> for Error {
             }
             VerbsError::Unsupported { verb, why, .. } => (format!("{verb} cannot be used"), why.clone()),
         };
-        let place = match &error {
+        let device = match &error {
             VerbsError::Load { path, .. } | VerbsError::MissingSymbol { path, .. } => path.display().to_string(),
             other => format!("device {}", other.device().unwrap_or_default()),
         };
+        let separator = if place.is_empty() { "" } else { ", " };
         Error::new(error.kind(), what)
-            .at(place)
+            .at(format!("{device}{separator}{place}"))
             .because(why)
             .remedy(error.remedy())
     }

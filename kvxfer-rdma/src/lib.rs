@@ -7,4 +7,5 @@ pub mod gid;
 pub mod registry;
 pub mod sys;
 mod text;
+pub mod topology;
 pub mod verbs;

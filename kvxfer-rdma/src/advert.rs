@@ -4,6 +4,10 @@ use kvxfer_core::wire::limits::ADVERT_BYTES_MAX;
 use kvxfer_core::{Error, ErrorKind, Incarnation, Result};
 use serde::{Deserialize, Serialize};
 
+use crate::gid::{self, PeerGid};
+use crate::topology::Subnet;
+use crate::verbs::GidKind;
+
 const VERSION: u8 = 1;
 /// Ports in an advert, at most.
 pub(crate) const PORTS_MAX: usize = 16;
@@ -24,14 +28,40 @@ pub(crate) struct PortAdvert {
     /// RoCE, else InfiniBand.
     pub(crate) ethernet: bool,
     pub(crate) lid: u16,
-    /// The GID it would use, best first.
-    pub(crate) gid: Option<[u8; 16]>,
+    /// Its addresses, best first, at most [`GIDS_MAX`].
+    pub(crate) gids: Vec<AdvertGid>,
+    /// The network of the first.
+    pub(crate) subnet: Option<Subnet>,
 }
 
+/// An address of a port: the GID, and whether it is RoCE of version 1 (or InfiniBand), or 2.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct AdvertGid {
+    pub(crate) gid: [u8; 16],
+    pub(crate) version_2: bool,
+}
+
+/// Addresses of a port in an advert, at most.
+pub(crate) const GIDS_MAX: usize = 3;
+
 impl PortAdvert {
+    fn peer_gids(&self) -> Vec<PeerGid> {
+        let kind = |version_2| match (self.ethernet, version_2) {
+            (false, _) => GidKind::Ib,
+            (true, false) => GidKind::RoceV1,
+            (true, true) => GidKind::RoceV2,
+        };
+        let gid = |gid: &AdvertGid| PeerGid {
+            gid: gid.gid,
+            kind: kind(gid.version_2),
+        };
+        self.gids.iter().map(gid).collect()
+    }
+
     /// The port, for people.
     pub(crate) fn text(&self) -> String {
-        let address = self.gid.map_or_else(|| format!("lid {}", self.lid), |gid| crate::gid::text(&gid));
+        let first = self.gids.first();
+        let address = first.map_or_else(|| format!("lid {}", self.lid), |first| gid::show(first.gid));
         format!("{}:{} ({address})", self.name, self.number)
     }
 }
@@ -42,8 +72,10 @@ impl Advert {
         self.ports.get(usize::from(port)).map_or(0, |port| port.device.into())
     }
 
-    pub(crate) fn gid_of(&self, port: u16) -> Option<[u8; 16]> {
-        self.ports.get(usize::from(port)).and_then(|port| port.gid)
+    /// The addresses of a port.
+    pub(crate) fn gids_of(&self, port: u16) -> Vec<PeerGid> {
+        let port = self.ports.get(usize::from(port));
+        port.map_or_else(Vec::new, PortAdvert::peer_gids)
     }
 
     pub(crate) fn port_text(&self, port: u16) -> String {
@@ -78,6 +110,9 @@ impl Advert {
                 .map_err(|error| bad(error.to_string()))?,
             _ => return Err(bad("its version is unknown".into())),
         };
+        if let Some(port) = advert.ports.iter().find(|port| port.gids.len() > GIDS_MAX) {
+            return Err(bad(format!("{} has {} addresses", port.name, port.gids.len())));
+        }
         if advert.ports.is_empty() || advert.ports.len() > PORTS_MAX {
             return Err(bad(format!("it has {} ports", advert.ports.len())));
         }
@@ -97,7 +132,14 @@ mod tests {
             number: 1,
             ethernet: true,
             lid: 0,
-            gid: Some([7; 16]),
+            gids: vec![
+                AdvertGid {
+                    gid: [7; 16],
+                    version_2: true,
+                };
+                GIDS_MAX
+            ],
+            subnet: Some(Subnet::new([7; 16], 64)),
         };
         let advert = Advert {
             ports: (0..PORTS_MAX).map(port).collect(),

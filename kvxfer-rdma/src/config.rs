@@ -6,6 +6,8 @@ use std::time::Duration;
 use kvxfer_core::flow::LinkSenderConfig;
 use kvxfer_core::{Error, ErrorKind, Result};
 
+use crate::topology::Pairing;
+
 /// Most rails that a link may have.
 pub const RAILS_MAX: u16 = 16;
 /// Most receives per queue pair: unmatched closes are told apart by 8 bits, so there must be less than 256 of them.
@@ -20,8 +22,8 @@ pub struct RdmaConfig {
     pub devices: Vec<String>,
     /// Rails per peer, 1 to 16; fewer if one side has fewer ports.
     pub rails_max: u16,
-    /// Which ports of the two sides are joined.
-    pub rail_pairs: RailPairs,
+    /// Which ports of the two sides are joined; the side that dials decides.
+    pub rail_pairs: Pairing,
     /// GID to use on RoCE ports, by index; `None` chooses by rank.
     pub gid_index: Option<u32>,
     /// Partition key; `None` uses the port's first one.
@@ -78,26 +80,13 @@ pub struct RdmaConfig {
     pub spin: Duration,
 }
 
-/// Which ports of two endpoints are joined to rails.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub enum RailPairs {
-    /// By subnet where that pairs any, else by index.
-    Auto,
-    /// The first port with the first, the second with the second, …
-    Index,
-    /// Ports whose addresses are in the same subnet.
-    Subnet,
-    /// These, by device name: ours, theirs.
-    Explicit(Vec<(String, String)>),
-}
-
 impl Default for RdmaConfig {
     fn default() -> Self {
         RdmaConfig {
             library: None,
             devices: Vec::new(),
             rails_max: 8,
-            rail_pairs: RailPairs::Auto,
+            rail_pairs: Pairing::Auto,
             gid_index: None,
             partition_key: None,
             service_level: 0,

@@ -3,12 +3,13 @@
 use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use crate::advert::PortAdvert;
+use crate::advert::{AdvertGid, GIDS_MAX, PortAdvert};
 use crate::config::RdmaConfig;
 use crate::error::RdmaError;
-use crate::gid;
+use crate::gid::{self, PeerGid};
+use crate::topology::{Subnet, subnet_of};
 use crate::verbs::{
-    Access, Context, GidEntry, LinkLayer, MemoryRegion, Mtu, PortAttributes, PortState, ProtectionDomain,
+    Access, Context, GidEntry, GidKind, LinkLayer, MemoryRegion, Mtu, PortAttributes, PortState, ProtectionDomain,
 };
 
 /// Bytes of a probe, and of the memory that it goes to: the largest path MTU.
@@ -36,6 +37,14 @@ pub(crate) struct Device {
     probe: ProbeMemory,
 }
 
+/// An address of a port that reaches the peer.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Way {
+    pub(crate) own: GidEntry,
+    /// Packets must carry the addresses.
+    pub(crate) routed: bool,
+}
+
 /// A port in use.
 #[derive(Debug, Clone)]
 pub(crate) struct Port {
@@ -43,7 +52,7 @@ pub(crate) struct Port {
     pub(crate) advert: u16,
     pub(crate) number: u8,
     pub(crate) active: bool,
-    pub(crate) ethernet: bool,
+    pub(crate) layer: LinkLayer,
     pub(crate) lid: u16,
     pub(crate) mtu: Mtu,
     pub(crate) gids: Vec<GidEntry>,
@@ -167,7 +176,7 @@ impl Device {
             advert,
             number,
             active: attributes.state == PortState::Active,
-            ethernet: attributes.link_layer == LinkLayer::Ethernet,
+            layer: attributes.link_layer,
             lid: attributes.lid,
             mtu: attributes.active_mtu,
             gids: self.context.gids(number).map_err(verbs)?,
@@ -242,44 +251,56 @@ impl Device {
     }
 
     /// What peers are told of the ports.
-    pub(crate) fn adverts(&self) -> Vec<PortAdvert> {
-        let advert = |port: &Port| PortAdvert {
+    pub(crate) fn adverts(&self, interfaces: &[Subnet]) -> Vec<PortAdvert> {
+        // Not under the lock, which choosing a GID takes.
+        let ports = self.ports.lock().clone();
+        ports.iter().map(|port| self.advert(port, interfaces)).collect()
+    }
+
+    fn advert(&self, port: &Port, interfaces: &[Subnet]) -> PortAdvert {
+        let mut left = port.gids.clone();
+        let mut best = Vec::new();
+        // The best, then the best of the rest: a peer may only reach that.
+        while best.len() < GIDS_MAX
+            && let Some(gid) = gid::choose(&left, port.layer, self.gid_index, &[]).local
+        {
+            left.retain(|other| *other != gid);
+            best.push(gid);
+        }
+        PortAdvert {
             device: self.index as u8,
             name: self.name.chars().take(32).collect(),
             number: port.number,
-            ethernet: port.ethernet,
+            ethernet: port.layer == LinkLayer::Ethernet,
             lid: port.lid,
-            gid: self
-                .gid_for(port.number, None, self.gid_index)
-                .ok()
-                .flatten()
-                .map(|gid| gid.gid),
-        };
-        // Not under the lock, which choosing a GID takes.
-        let ports = self.ports.lock().clone();
-        ports.iter().map(advert).collect()
+            subnet: best.first().and_then(|gid| subnet_of(gid, interfaces)),
+            gids: best
+                .iter()
+                .map(|gid| AdvertGid {
+                    gid: gid.gid,
+                    version_2: gid.kind == GidKind::RoceV2,
+                })
+                .collect(),
+        }
     }
 
-    /// The port's address for a way to that GID; `None` on InfiniBand ports whose peer is in the same subnet.
+    /// The port's address for a way to one of the peer's, and whether packets must carry addresses.
     ///
     /// # Errors
-    /// `Unsupported` if the port has none that could reach it.
-    pub(crate) fn gid_for(&self, number: u8, peer: Option<[u8; 16]>, wanted: Option<u32>) -> Result<Option<GidEntry>> {
-        let port = self.ports.lock().iter().find(|port| port.number == number).cloned();
-        let Some(port) = port else {
-            return Err(Error::new(ErrorKind::Internal, "a port of another device").at(self.name.clone()));
-        };
-        if !port.ethernet && wanted.is_none() {
-            return Ok(None);
+    /// `Unsupported` if the port has none that could reach it, with the reason for each.
+    pub(crate) fn gid_for(&self, port: &Port, peer: &[PeerGid]) -> Result<Way> {
+        let choice = gid::choose(&port.gids, port.layer, self.gid_index, peer);
+        tracing::debug!(device = self.name, port = port.number, "addresses:\n{}", choice.table());
+        match choice.local {
+            Some(own) => Ok(Way {
+                routed: choice.routed,
+                own,
+            }),
+            None => Err(Error::new(ErrorKind::Unsupported, "no address of the port reaches the peer")
+                .at(format!("{}:{}", self.name, port.number))
+                .because(choice.table())
+                .remedy("give the port's interface an IP address in the peer's network, or set rdma.gid_index")),
         }
-        gid::choose(&port.gids, peer, wanted)
-            .map(Some)
-            .map_err(|why| {
-                Error::new(ErrorKind::Unsupported, "no address of the port can be used")
-                    .at(format!("{}:{number}", self.name))
-                    .because(why)
-                    .remedy("give the port's interface an IP address, or set rdma.gid_index to one that `doctor` lists")
-            })
     }
 
     /// The index of a partition key.

@@ -22,9 +22,11 @@ mod random;
 pub mod registry;
 pub mod sys;
 mod text;
+pub mod topology;
 mod transport;
 pub mod verbs;
 
-pub use config::{RAILS_MAX, RECEIVE_DEPTH_MAX, RailPairs, RdmaConfig};
+pub use config::{RAILS_MAX, RECEIVE_DEPTH_MAX, RdmaConfig};
 pub use error::RdmaError;
+pub use topology::Pairing;
 pub use transport::RdmaTransport;

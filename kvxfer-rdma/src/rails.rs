@@ -3,131 +3,81 @@
 use kvxfer_core::{Error, ErrorKind, Result};
 
 use crate::advert::PortAdvert;
-use crate::config::{RailPairs, RdmaConfig};
+use crate::config::RdmaConfig;
+use crate::topology::{RailPort, pair};
 
-/// Pairs of ports, ours and theirs, by index in the adverts.
+/// Pairs of ports, ours and theirs, by index in the adverts. Only ports of ours for which `wanted` holds are used.
 ///
 /// # Errors
-/// `Unsupported` if no pair can be made, with the reason.
-pub(crate) fn pair(ours: &[PortAdvert], theirs: &[PortAdvert], config: &RdmaConfig) -> Result<Vec<(u16, u16)>> {
-    let mut pairs = match &config.rail_pairs {
-        RailPairs::Index => by_index(ours, theirs),
-        RailPairs::Subnet => by_subnet(ours, theirs),
-        RailPairs::Explicit(names) => by_name(ours, theirs, names),
-        RailPairs::Auto => match by_subnet(ours, theirs) {
-            pairs if pairs.len() == ours.len().min(theirs.len()) => pairs,
-            _ => by_index(ours, theirs),
-        },
-    };
+/// `Unsupported` if no pair can be made, with the reasons.
+pub(crate) fn choose(
+    ours: &[PortAdvert],
+    theirs: &[PortAdvert],
+    wanted: impl Fn(usize) -> bool,
+    config: &RdmaConfig,
+) -> Result<Vec<(u16, u16)>> {
+    let own: Vec<usize> = (0..ours.len()).filter(|index| wanted(*index)).collect();
+    let local: Vec<RailPort> = own.iter().map(|index| rail_port(&ours[*index])).collect();
+    let remote: Vec<RailPort> = theirs.iter().map(rail_port).collect();
+    let made = pair(&local, &remote, &config.rail_pairs);
+    let mut reasons: Vec<String> = made.unpaired.iter().map(ToString::to_string).collect();
+    let mut pairs = Vec::new();
+    for pair in made.pairs {
+        let (ours, theirs) = (&ours[own[pair.local]], &theirs[pair.remote]);
+        if ours.ethernet == theirs.ethernet {
+            pairs.push((own[pair.local] as u16, pair.remote as u16));
+        } else {
+            reasons.push(format!("{} and {}: one is Ethernet, one InfiniBand", ours.text(), theirs.text()));
+        }
+    }
     pairs.truncate(config.rails_max.into());
+    for reason in &reasons {
+        tracing::info!(reason, "a port is in no rail");
+    }
     if pairs.is_empty() {
-        let list = |ports: &[PortAdvert]| ports.iter().map(PortAdvert::text).collect::<Vec<_>>().join(", ");
         return Err(Error::new(ErrorKind::Unsupported, "no rail between the two endpoints")
             .at("rdma")
-            .because(format!(
-                "no ports go together: here [{}], there [{}], paired by {:?}",
-                list(ours),
-                list(theirs),
-                config.rail_pairs
-            ))
+            .because(reasons.join("; "))
             .remedy("set rdma.rail_pairs to pairs of ports that are on one network"));
     }
     Ok(pairs)
 }
 
-fn same_layer(ours: &PortAdvert, theirs: &PortAdvert) -> bool {
-    ours.ethernet == theirs.ethernet
-}
-
-fn by_index(ours: &[PortAdvert], theirs: &[PortAdvert]) -> Vec<(u16, u16)> {
-    ours.iter()
-        .zip(theirs)
-        .enumerate()
-        .filter(|(_, (own, their))| same_layer(own, their))
-        .map(|(index, _)| (index as u16, index as u16))
-        .collect()
-}
-
-/// Each of our ports with the first of theirs in the same subnet that is not taken.
-fn by_subnet(ours: &[PortAdvert], theirs: &[PortAdvert]) -> Vec<(u16, u16)> {
-    let mut taken = vec![false; theirs.len()];
-    let mut pairs = Vec::new();
-    for (own, port) in ours.iter().enumerate() {
-        let Some(subnet) = subnet(port) else { continue };
-        let found = theirs.iter().enumerate().position(|(index, their)| {
-            !taken[index] && same_layer(port, their) && self::subnet(their) == Some(subnet)
-        });
-        if let Some(their) = found {
-            taken[their] = true;
-            pairs.push((own as u16, their as u16));
-        }
+fn rail_port(port: &PortAdvert) -> RailPort {
+    RailPort {
+        name: format!("{}:{}", port.name, port.number),
+        subnet: port.subnet,
     }
-    pairs
-}
-
-/// What tells subnets apart: the first 24 bits of an IPv4 address, the first 64 of an IPv6 address or InfiniBand GID.
-fn subnet(port: &PortAdvert) -> Option<[u8; 15]> {
-    let gid = port.gid?;
-    let mapped = gid[..10] == [0; 10] && gid[10..12] == [0xff, 0xff];
-    let kept = if mapped { 15 } else { 8 };
-    let mut subnet = [0; 15];
-    subnet[..kept].copy_from_slice(&gid[..kept]);
-    Some(subnet)
-}
-
-fn by_name(ours: &[PortAdvert], theirs: &[PortAdvert], names: &[(String, String)]) -> Vec<(u16, u16)> {
-    let find = |ports: &[PortAdvert], name: &str| {
-        ports
-            .iter()
-            .position(|port| port.name == name || format!("{}:{}", port.name, port.number) == name)
-    };
-    names
-        .iter()
-        .filter_map(|(own, their)| Some((find(ours, own)? as u16, find(theirs, their)? as u16)))
-        .collect()
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::topology::Pairing;
 
-    fn port(name: &str, address: [u8; 4]) -> PortAdvert {
-        let mut gid = [0; 16];
-        gid[10] = 0xff;
-        gid[11] = 0xff;
-        gid[12..].copy_from_slice(&address);
+    fn port(name: &str, ethernet: bool) -> PortAdvert {
         PortAdvert {
             device: 0,
             name: name.into(),
             number: 1,
-            ethernet: true,
+            ethernet,
             lid: 0,
-            gid: Some(gid),
+            gids: Vec::new(),
+            subnet: None,
         }
     }
 
     #[test]
-    fn subnets_go_before_order_and_explicit_pairs_before_both() {
-        let ours = [port("a0", [10, 0, 1, 1]), port("a1", [10, 0, 2, 1])];
-        let theirs = [port("b0", [10, 0, 2, 9]), port("b1", [10, 0, 1, 9])];
-        let config = |rail_pairs| RdmaConfig {
-            rail_pairs,
+    fn only_wanted_ports_of_one_link_layer_are_joined() {
+        let ours = [port("a0", true), port("a1", true), port("a2", false)];
+        let theirs = [port("b0", true), port("b1", true)];
+        let config = RdmaConfig {
+            rail_pairs: Pairing::ByIndex,
             ..RdmaConfig::default()
         };
-        let made = |pairs| pair(&ours, &theirs, &config(pairs)).unwrap();
-        assert_eq!(made(RailPairs::Auto), [(0, 1), (1, 0)]);
-        assert_eq!(made(RailPairs::Index), [(0, 0), (1, 1)]);
-        let named = vec![("a1".to_owned(), "b1:1".to_owned())];
-        assert_eq!(made(RailPairs::Explicit(named)), [(1, 1)]);
-        let none = RailPairs::Explicit(vec![("a1".to_owned(), "c".to_owned())]);
-        assert!(pair(&ours, &theirs, &config(none)).unwrap_err().to_string().contains("b0"));
-    }
-
-    #[test]
-    fn link_layers_are_not_mixed() {
-        let ours = [port("a0", [10, 0, 1, 1])];
-        let mut theirs = [port("b0", [10, 0, 1, 2])];
-        theirs[0].ethernet = false;
-        assert!(pair(&ours, &theirs, &RdmaConfig::default()).is_err());
+        assert_eq!(choose(&ours, &theirs, |_| true, &config).unwrap(), [(0, 0), (1, 1)]);
+        assert_eq!(choose(&ours, &theirs, |own| own == 1, &config).unwrap(), [(1, 0)]);
+        let error = choose(&ours, &theirs, |own| own == 2, &config).unwrap_err();
+        assert!(error.to_string().contains("InfiniBand"), "{error}");
     }
 }

@@ -23,6 +23,8 @@ use crate::link::{LinkCore, RailPlace, RdmaLink};
 use crate::probe::{self, Availability};
 use crate::rails;
 use crate::registry::{Registry, RegistryOptions};
+use crate::topology::sysfs::{host_memory_place, nic_place};
+use crate::topology::{Candidate, MemoryPlace, Spread, interface_subnets, rank};
 use crate::verbs::{Context, Library};
 
 /// The RDMA transport. See the crate's documentation.
@@ -67,7 +69,11 @@ impl RdmaTransport {
         for reason in &refused {
             tracing::warn!(reason, "a device or port is not used");
         }
-        let ports: Vec<PortAdvert> = engines.iter().flat_map(|engine| engine.device.adverts()).collect();
+        let interfaces = interface_subnets();
+        let ports: Vec<PortAdvert> = engines
+            .iter()
+            .flat_map(|engine| engine.device.adverts(&interfaces))
+            .collect();
         let domains = engines.iter().map(|engine| engine.device.domain.clone()).collect();
         let registry = Registry::new(
             domains,
@@ -183,7 +189,10 @@ impl Transport for RdmaTransport {
     }
 
     fn advertise(&self) -> Vec<u8> {
-        let ports = self.shared.engines.iter().flat_map(|engine| engine.device.adverts());
+        // As they are now: addresses come and go.
+        let interfaces = interface_subnets();
+        let engines = self.shared.engines.iter();
+        let ports = engines.flat_map(|engine| engine.device.adverts(&interfaces));
         Advert {
             ports: ports.take(PORTS_MAX).collect(),
         }
@@ -201,7 +210,10 @@ impl Transport for RdmaTransport {
                 .remedy(remedy))
         };
         let pairs = match peer.dials {
-            true => rails::pair(&shared.ports, &advert.ports, &shared.config)?,
+            true => {
+                let near = shared.near_ports();
+                rails::choose(&shared.ports, &advert.ports, |port| near.contains(&port), &shared.config)?
+            }
             false => Vec::new(),
         };
         let mut links = shared.links.lock();
@@ -306,6 +318,30 @@ impl Shared {
         self.engines
             .iter()
             .position(|engine| engine.device.port_number(port).is_some())
+    }
+
+    /// Ports that are near the memory registered so far, by index in our advert. All, if there is none.
+    fn near_ports(&self) -> Vec<usize> {
+        let regions: Vec<(MemoryPlace, u64)> = self
+            .registry
+            .regions()
+            .iter()
+            .map(|region| (host_memory_place(region.address(), region.length()), region.length()))
+            .collect();
+        let candidate = |port: &PortAdvert| {
+            let device = &self.engines[usize::from(port.device)].device;
+            Candidate {
+                place: nic_place(&device.context),
+                rate_mbps: device.context.port(port.number).map_or(0, |port| port.rate_mbps),
+            }
+        };
+        let candidates: Vec<Candidate> = self.ports.iter().map(candidate).collect();
+        let ranked = rank(&regions, &candidates, Spread::Nearest, candidates.len());
+        for rank in &ranked {
+            let port = self.ports[rank.port].text();
+            tracing::debug!(port, distance = rank.distance.name(), used = rank.used, "distance to memory");
+        }
+        ranked.iter().filter(|rank| rank.used).map(|rank| rank.port).collect()
     }
 
     /// Nothing is left of a link.

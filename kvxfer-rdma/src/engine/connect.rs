@@ -18,6 +18,7 @@ use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 
 use crate::error::RdmaError;
+use crate::gid::PeerGid;
 use crate::message::{LinkMessage, RailHello, reason};
 use crate::random;
 use crate::verbs::{
@@ -266,7 +267,15 @@ impl Lane {
         let Some(pair) = &mut self.pair else {
             return Err(RdmaError::peer(&self.link, "it answers for a queue pair that is gone".into()).into());
         };
-        let gid = device.gid_for(port.number, hello.gid, config.gid_index)?;
+        // Which of its addresses the peer uses, it has said.
+        let peer: Vec<PeerGid> = self
+            .link
+            .peer_advert
+            .gids_of(hello.own_port)
+            .into_iter()
+            .filter(|gid| Some(gid.gid) == hello.gid)
+            .collect();
+        let way = device.gid_for(&port, &peer)?;
         let bytes = port.mtu.bytes().min(hello.mtu_bytes).min(config.mtu.unwrap_or(u32::MAX));
         let Some(mtu) = Mtu::from_bytes(bytes) else {
             return Err(RdmaError::peer(&self.link, format!("its path MTU of {bytes} bytes is none")).into());
@@ -277,8 +286,8 @@ impl Lane {
             mtu,
             address: PathAddress {
                 lid: hello.lid,
-                gid: hello.gid,
-                gid_index: gid.as_ref().map_or(0, |gid| gid.index),
+                gid: hello.gid.filter(|_| way.routed),
+                gid_index: way.own.index,
                 service_level: config.service_level,
                 traffic_class: config.traffic_class,
                 hop_limit: config.hop_limit,
@@ -307,7 +316,8 @@ impl Lane {
         tracing::debug!(
             rail = self.link.lane_place(hello.lane),
             mtu = bytes,
-            gid = ?gid,
+            gid = crate::gid::show(way.own.gid),
+            gid_index = way.own.index,
             peer_qp = hello.queue_pair,
             service_level = config.service_level,
             traffic_class = config.traffic_class,
@@ -323,8 +333,8 @@ impl Lane {
     fn hello(&self, turn: &Turn<'_>, sequence: u32) -> Result<RailHello, Error> {
         let device = turn.device;
         let port = device.port(self.place.own_port)?;
-        let peer = self.link.peer_advert.gid_of(self.place.peer_port);
-        let gid = device.gid_for(port.number, peer, self.link.config.gid_index)?;
+        let peer = self.link.peer_advert.gids_of(self.place.peer_port);
+        let way = device.gid_for(&port, &peer)?;
         Ok(RailHello {
             lane: self.name(),
             own_port: self.place.own_port,
@@ -332,7 +342,7 @@ impl Lane {
             queue_pair: self.queue_pair().unwrap_or(0),
             packet_sequence: sequence,
             lid: port.lid,
-            gid: gid.map(|gid| gid.gid),
+            gid: Some(way.own.gid),
             mtu_bytes: port.mtu.bytes(),
             reads_served: device.reads_served,
             reads_started: device.reads_started,

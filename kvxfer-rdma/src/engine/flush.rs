@@ -205,7 +205,7 @@ impl Loop {
         let make = || QueuePair::new(&device.domain, &completions, &completions, capacity).map_err(verbs);
         let (near, far) = (make()?, make()?);
         let port = device.first_port()?;
-        let gid = device.gid_for(port.number, None, device.gid_index)?;
+        let way = device.gid_for(&port, &[])?;
         let sequences = (random::bits24(), random::bits24());
         for (this, other, own_sequence, other_sequence) in
             [(&near, &far, sequences.0, sequences.1), (&far, &near, sequences.1, sequences.0)]
@@ -223,8 +223,8 @@ impl Loop {
                 mtu: port.mtu,
                 address: PathAddress {
                     lid: port.lid,
-                    gid: gid.as_ref().map(|gid| gid.gid),
-                    gid_index: gid.as_ref().map_or(0, |gid| gid.index),
+                    gid: way.routed.then_some(way.own.gid),
+                    gid_index: way.own.index,
                     service_level: 0,
                     traffic_class: 0,
                     hop_limit: 1,

@@ -167,6 +167,12 @@ impl Registry {
         map.values().flatten().flat_map(|keys| keys.flush_targets(device)).collect()
     }
 
+    /// The regions that are registered, each once for every pool that has it.
+    pub fn regions(&self) -> Vec<Arc<Region>> {
+        let map = self.inner.regions.read();
+        map.values().flatten().map(|keys| keys.region.clone()).collect()
+    }
+
     /// Regions that are registered and can be found.
     pub fn len(&self) -> usize {
         self.inner.regions.read().values().map(Vec::len).sum()

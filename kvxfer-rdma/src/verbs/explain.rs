@@ -2,11 +2,12 @@
 
 use super::context::Context;
 use super::error::VerbsError;
-use super::limits::{MemoryLimits, bytes};
+use super::limits::MemoryLimits;
 use super::memory::Access;
 use super::port::{Mtu, PortState};
 use super::queue_pair::{QpState, QueuePair, QueuePairCapacity};
 use crate::sys;
+use crate::text::bytes;
 
 /// Why memory could not be registered.
 pub(super) fn explain_registration(

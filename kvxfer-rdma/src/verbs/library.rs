@@ -94,7 +94,7 @@ impl Library {
     /// As [`device_names`](Self::device_names).
     pub fn devices(&self) -> Result<Vec<DeviceListing>, VerbsError> {
         let list = DeviceList::get(self)?;
-        Ok(list.iter().map(|device| listing(device)).collect())
+        Ok(list.iter().map(listing).collect())
     }
 
     /// What a fork does to registered memory.

@@ -11,7 +11,7 @@
 //! Verbs are thread-safe, and so are these types, with one exception that the compiler enforces: posting needs
 //! `&mut QueuePair`, so that a queue pair's send queue has one writer, whose credits can therefore be exact.
 //!
-//! ```compile_fail
+//! ```compile_fail,E0596
 //! use kvxfer_rdma::verbs::{PostError, QueuePair, SendBatch};
 //! fn two_writers(pair: &QueuePair, batch: &mut SendBatch) -> Result<(), PostError> {
 //!     pair.post_send(batch) // needs `&mut QueuePair`

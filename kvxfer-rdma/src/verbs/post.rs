@@ -214,9 +214,9 @@ impl Drop for SendBatch {
 impl QueuePair {
     /// Posts the batch with one doorbell. Whatever happens, the batch is empty afterwards.
     ///
-    /// That the memory named stays registered until the work requests have ended is not for the compiler to check: a
-    /// wrong key or address is refused by the device, but memory that is given back too early is not noticed. Whoever
-    /// posts holds the registrations until the last completion.
+    /// Safe, because a device reaches only memory that is registered: what a registration allows was vouched for when it
+    /// was made, and a key that is wrong or given back is refused with an error completion. Whoever posts still holds
+    /// the registrations until the last completion, so that this does not happen.
     ///
     /// # Errors
     /// [`PostError`] if the device did not take all of it (`ENOMEM`: the send queue is full, which credits prevent).

@@ -4,6 +4,7 @@
 //! refuses into errors that name the verb and the device; the engine moves bytes.
 
 pub mod gid;
+pub mod probe;
 pub mod registry;
 pub mod sys;
 mod text;

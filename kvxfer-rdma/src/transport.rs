@@ -18,14 +18,13 @@ use crate::advert::{Advert, PORTS_MAX, PortAdvert};
 use crate::config::RdmaConfig;
 use crate::device::Device;
 use crate::engine::{Engine, EngineShared, Task};
-use crate::error::RdmaError;
 use crate::link::{LinkCore, RailPlace, RdmaLink};
-use crate::probe::{self, Availability};
+use crate::probe::{self, Level, ProbeOptions};
 use crate::rails;
 use crate::registry::{Registry, RegistryOptions};
 use crate::topology::sysfs::{host_memory_place, nic_place};
 use crate::topology::{Candidate, MemoryPlace, Spread, interface_subnets, rank};
-use crate::verbs::{Context, Library};
+use crate::verbs::Context;
 
 /// The RDMA transport. See the crate's documentation.
 pub struct RdmaTransport {
@@ -57,18 +56,7 @@ impl RdmaTransport {
     pub fn new(config: RdmaConfig, slots: Arc<SlotTable>) -> Result<RdmaTransport> {
         config.check()?;
         let config = Arc::new(config);
-        let (engines, refused) = open_devices(&config)?;
-        if engines.is_empty() {
-            return Err(Error::new(ErrorKind::Unsupported, "transport rdma")
-                .because(match refused.is_empty() {
-                    true => "there is no RDMA device".to_owned(),
-                    false => format!("no RDMA device can be used: {}", refused.join("; ")),
-                })
-                .remedy("run `kvxfer-bench doctor`, which lists each port with what is wrong with it"));
-        }
-        for reason in &refused {
-            tracing::warn!(reason, "a device or port is not used");
-        }
+        let engines = open_devices(&config)?;
         let interfaces = interface_subnets();
         let ports: Vec<PortAdvert> = engines
             .iter()
@@ -131,45 +119,54 @@ impl RdmaTransport {
 }
 
 /// Opens the devices that can be used, and says why not the others.
-fn open_devices(config: &Arc<RdmaConfig>) -> Result<(Vec<Arc<EngineShared>>, Vec<String>)> {
-    let options = probe::ProbeOptions {
+fn open_devices(config: &Arc<RdmaConfig>) -> Result<Vec<Arc<EngineShared>>> {
+    let found = probe::probe(&ProbeOptions {
         library: config.library.clone(),
         devices: config.devices.clone(),
-        ..probe::ProbeOptions::default()
-    };
-    let reports = match probe::probe(&options) {
-        Availability::NoLibrary { why } => {
-            return Err(Error::new(ErrorKind::Unsupported, "transport rdma")
-                .because(why)
-                .remedy("install libibverbs (package libibverbs1, and ibverbs-providers for the device)"));
-        }
-        Availability::NoDevices => return Ok((Vec::new(), Vec::new())),
-        Availability::Devices(reports) => reports,
-    };
-    let library = Library::load(config.library.as_deref()).map_err(RdmaError::from)?;
-    let mut refused = Vec::new();
-    let mut engines = Vec::new();
-    let mut advert = 0u16;
-    for report in reports {
-        refused.extend(report.refusals());
-        let usable: Vec<u8> = report.usable_ports().collect();
-        if usable.is_empty() || usize::from(advert) + usable.len() > PORTS_MAX {
-            continue;
-        }
-        let ports = usable.iter().zip(advert..).map(|(number, advert)| (advert, *number)).collect();
-        let opened = Context::open(&library, &report.name)
-            .map_err(|error| Error::from(RdmaError::from(error)))
-            .and_then(|context| Device::new(engines.len(), context, ports, config))
-            .and_then(EngineShared::new);
-        match opened {
-            Ok(engine) => {
-                advert += usable.len() as u16;
-                engines.push(engine);
-            }
-            Err(error) => refused.push(error.to_string()),
+        gid_index: config.gid_index,
+    });
+    for line in found.lines() {
+        match line.level {
+            Level::Refused => tracing::warn!("{line}"),
+            _ => tracing::debug!("{line}"),
         }
     }
-    Ok((engines, refused))
+    if let Some(error) = found.refusal() {
+        return Err(error);
+    }
+    let mut usable: Vec<(&Context, Vec<u8>)> = Vec::new();
+    for (_, facts, port) in found.usable() {
+        match usable.last_mut() {
+            Some((context, ports)) if context.name() == facts.context.name() => ports.push(port.number),
+            _ => usable.push((&facts.context, vec![port.number])),
+        }
+    }
+    let mut engines: Vec<Arc<EngineShared>> = Vec::new();
+    let mut refused: Vec<String> = Vec::new();
+    let mut next = 0u16;
+    for (context, numbers) in usable {
+        if usize::from(next) + numbers.len() > PORTS_MAX {
+            refused.push(format!("{}: more than {PORTS_MAX} ports", context.name()));
+            continue;
+        }
+        let ports = (next..).zip(numbers.iter().copied()).collect();
+        match Device::new(engines.len(), context.clone(), ports, config).and_then(EngineShared::new) {
+            Ok(engine) => {
+                next += numbers.len() as u16;
+                engines.push(engine);
+            }
+            Err(error) => {
+                tracing::warn!(device = context.name(), %error, "a device is not used");
+                refused.push(error.to_string());
+            }
+        }
+    }
+    if engines.is_empty() {
+        return Err(Error::new(ErrorKind::Unsupported, "no RDMA device could be opened")
+            .because(refused.join("; "))
+            .remedy("run `kvxfer-bench doctor`"));
+    }
+    Ok(engines)
 }
 
 impl Transport for RdmaTransport {

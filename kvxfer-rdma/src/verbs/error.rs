@@ -125,7 +125,8 @@ impl VerbsError {
         }
     }
 
-    fn remedy(&self) -> String {
+    /// What to do about it; empty if there is nothing to say.
+    pub fn remedy(&self) -> String {
         match self {
             VerbsError::Load { .. } => {
                 "install rdma-core (libibverbs1, ibverbs-providers), or set rdma.library to the path of libibverbs.so.1"

@@ -57,9 +57,14 @@ impl Library {
     /// function that kvxfer needs.
     pub fn load(path: Option<&Path>) -> Result<Library, VerbsError> {
         let path = path.unwrap_or(Path::new(DEFAULT_LIBRARY)).to_owned();
-        let failed = |error: libloading::Error| VerbsError::Load {
-            path: path.clone(),
-            why: error.to_string(),
+        let failed = |error: libloading::Error| {
+            // The loader's words mostly start with the path, which the error names already.
+            let words = error.to_string();
+            let why = words.strip_prefix(&format!("{}: ", path.display())).unwrap_or(&words);
+            VerbsError::Load {
+                path: path.clone(),
+                why: why.to_owned(),
+            }
         };
         let flags = libc::RTLD_NOW | libc::RTLD_LOCAL | libc::RTLD_NODELETE;
         // SAFETY: loading runs the library's initialisers. The path is the system's libibverbs or one that the

@@ -5,7 +5,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use super::context::Context;
-use super::error::{VerbsError, last_errno};
+use super::error::{VerbsError, describe, last_errno};
 use super::explain::explain_registration;
 use crate::sys;
 
@@ -47,6 +47,27 @@ impl Access {
             | flag(self.remote_write, sys::IBV_ACCESS_REMOTE_WRITE)
             | flag(self.remote_read, sys::IBV_ACCESS_REMOTE_READ)
             | flag(self.relaxed_ordering, sys::IBV_ACCESS_RELAXED_ORDERING)
+    }
+}
+
+/// Whether a device can register memory from a dmabuf.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum DmabufSupport {
+    /// It can.
+    Yes,
+    /// It cannot, and why.
+    No(String),
+    /// It did not say, and what it said instead.
+    Unknown(String),
+}
+
+impl std::fmt::Display for DmabufSupport {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            DmabufSupport::Yes => f.write_str("registers dmabufs"),
+            DmabufSupport::No(why) => write!(f, "no dmabufs ({why})"),
+            DmabufSupport::Unknown(why) => write!(f, "dmabufs unknown ({why})"),
+        }
     }
 }
 
@@ -154,6 +175,28 @@ impl ProtectionDomain {
             )
         };
         self.registered("ibv_reg_dmabuf_mr", raw, length, access)
+    }
+
+    /// Whether the device can register dmabufs. Asked by offering it a descriptor that is none: a driver that can says
+    /// that the descriptor is bad, one that cannot says so first.
+    pub fn dmabuf_support(&self) -> DmabufSupport {
+        let Ok(register) = &self.context().verbs().ibv_reg_dmabuf_mr else {
+            return DmabufSupport::No("the verbs library does not know them".to_owned());
+        };
+        let access = sys::IBV_ACCESS_LOCAL_WRITE as i32;
+        // SAFETY: the domain is alive. Descriptor -1 names nothing, so nothing can be registered; should a driver
+        // return a registration all the same, it is given back below.
+        let raw = unsafe { register(self.raw(), 0, 4096, 0, -1, access) };
+        if !raw.is_null() {
+            // SAFETY: just registered, and known to nobody else.
+            unsafe { self.context().verbs().ibv_dereg_mr(raw) };
+            return DmabufSupport::Unknown("it registered descriptor -1".to_owned());
+        }
+        match last_errno() {
+            libc::EBADF => DmabufSupport::Yes,
+            errno @ (libc::EOPNOTSUPP | libc::EPROTONOSUPPORT | libc::ENOSYS) => DmabufSupport::No(describe(errno)),
+            errno => DmabufSupport::Unknown(describe(errno)),
+        }
     }
 
     pub(super) fn raw(&self) -> *mut sys::ibv_pd {

@@ -42,7 +42,7 @@ pub use context::{Context, DeviceAttributes, TransportKind};
 pub use error::VerbsError;
 pub use event::{AsyncEvent, AsyncEventKind};
 pub use library::{DeviceListing, ForkStatus, Library};
-pub use memory::{Access, MemoryRegion, ProtectionDomain};
+pub use memory::{Access, DmabufSupport, MemoryRegion, ProtectionDomain};
 pub use port::{GidEntry, GidKind, LinkLayer, Mtu, PortAttributes, PortState};
 pub use post::{Operation, PostError, Request, SendBatch, Sge};
 pub use queue_pair::{InitState, PathAddress, QpState, QueuePair, QueuePairCapacity, ReceiveState, SendState};

@@ -452,7 +452,7 @@ fn the_mutants_of_one_sided_links_are_caught() {
         (Mutant::AdmitWithoutGate, an_end_waits_until_the_writer_is_quiet),
         (
             Mutant::FallBackToTheFailed,
-            a_transport_that_cannot_be_used_is_said_and_the_next_is_taken,
+            what_a_failed_link_was_given_goes_to_the_next,
         ),
         (
             Mutant::SkipValidateOfReads,

@@ -266,6 +266,12 @@ impl Machine {
         self.pump(now, incarnation);
     }
 
+    /// Transports that are not tried with some peer because they failed.
+    pub(in crate::machine) fn transports_failed(&self) -> usize {
+        let failures = self.peers.values().flat_map(|peer| &peer.failures);
+        failures.filter(|failure| failure.excluded.is_some()).count()
+    }
+
     fn say_no_path(&mut self, incarnation: Incarnation, refused: Vec<(String, String)>) {
         self.actions.push_back(Action::Peer {
             peer: incarnation,

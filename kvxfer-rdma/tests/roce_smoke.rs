@@ -1,4 +1,4 @@
-//! On real devices: one push and one pull.
+//! One push and one pull.
 #![allow(clippy::unwrap_used)]
 
 mod support;
@@ -9,13 +9,8 @@ use support::*;
 
 #[test]
 fn push_and_pull() {
-    if std::env::var("KVXFER_TEST_DEVICES").is_err() {
-        println!("skipped: KVXFER_TEST_DEVICES does not name two devices");
-        return;
-    }
-    let devices = std::env::var("KVXFER_TEST_DEVICES").unwrap();
-    let (left, right) = devices.split_once(',').unwrap();
-    let pair = Pair::new(Node::new(1, config(left)), Node::new(2, config(right))).up();
+    let site = Site::open();
+    let pair = site.pair();
     println!("link up");
     let memory = pair.left.memory(&[8 << 20]);
     let target = pair.right.memory(&[8 << 20]);

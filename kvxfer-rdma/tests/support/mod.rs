@@ -17,6 +17,7 @@ use kvxfer_core::flow::{
 use kvxfer_core::memory::Region;
 use kvxfer_core::transport::{Link, LinkEvent, LinkPeer, LinkWatcher, RegionAccess, Registered, Transport};
 use kvxfer_core::{Error, Generation, Incarnation, PoolId, SlotId};
+use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::{RdmaConfig, RdmaTransport};
 use parking_lot::{Condvar, Mutex};
 
@@ -414,10 +415,56 @@ fn relay(from: mpsc::Receiver<LinkEvent>, to: Arc<dyn Link>) {
     });
 }
 
-/// Settings for tests: one device, and limits that make tests short.
-pub fn config(device: &str) -> RdmaConfig {
-    RdmaConfig {
-        devices: vec![device.to_owned()],
-        ..RdmaConfig::default()
+/// Where a test runs: on the devices that `KVXFER_TEST_DEVICES` names (`rxe0,rxe1`), else on a fabric of fakes.
+pub struct Site {
+    pub fabric: Option<FakeFabric>,
+    devices: Vec<String>,
+}
+
+impl Site {
+    pub fn open() -> Site {
+        Site::with(&[])
+    }
+
+    /// With these settings of the fakes.
+    pub fn with(settings: &[(&str, &str, &str)]) -> Site {
+        match std::env::var("KVXFER_TEST_DEVICES") {
+            Ok(devices) => Site {
+                fabric: None,
+                devices: devices.split(',').map(str::to_owned).collect(),
+            },
+            Err(_) => Site {
+                fabric: Some(FakeFabric::with(settings).unwrap()),
+                devices: vec!["fake0".into(), "fake1".into()],
+            },
+        }
+    }
+
+    /// Whether the devices are real.
+    pub fn is_real(&self) -> bool {
+        self.fabric.is_none()
+    }
+
+    /// Settings for one device of the site.
+    pub fn config(&self, device: usize) -> RdmaConfig {
+        RdmaConfig {
+            library: self.fabric.as_ref().map(FakeFabric::library_path),
+            devices: vec![self.devices[device].clone()],
+            ..RdmaConfig::default()
+        }
+    }
+
+    /// Two nodes, one on each device, and their link.
+    pub fn pair(&self) -> Pair {
+        self.pair_with(|_| {})
+    }
+
+    pub fn pair_with(&self, change: impl Fn(&mut RdmaConfig)) -> Pair {
+        let node = |bits, device| {
+            let mut config = self.config(device);
+            change(&mut config);
+            Node::new(bits, config)
+        };
+        Pair::new(node(1, 0), node(2, 1)).up()
     }
 }

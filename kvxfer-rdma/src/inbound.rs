@@ -72,6 +72,17 @@ impl Inbound {
         slots.iter().filter(|slot| admitted.remove(slot).is_some()).count()
     }
 
+    /// The peer says that it has stopped. Whether that is news; an error if it was never told to.
+    pub(crate) fn confirmed(&self, slot: SlotUse) -> Result<bool, &'static str> {
+        let mut admitted = self.admitted.lock();
+        match admitted.get(&slot) {
+            Some(Admission::Open) => Err("it stops writing into a slot that is open"),
+            Some(_) => Ok(admitted.remove(&slot).is_some()),
+            // Fenced, or arrived, before its answer came.
+            None => Ok(false),
+        }
+    }
+
     /// All of them are over.
     pub(crate) fn take_all(&self) -> Vec<SlotUse> {
         self.admitted.lock().drain().map(|(slot, _)| slot).collect()
@@ -99,12 +110,15 @@ mod tests {
         let inbound = Inbound::default();
         assert!(!inbound.revoke(slot, at(5)), "it was not admitted");
         inbound.admit(slot);
+        assert!(inbound.confirmed(slot).is_err(), "it was not asked to stop");
         assert!(inbound.revoke(slot, at(5)));
         assert!(!inbound.revoke(slot, at(9)), "it was told once");
         assert_eq!(inbound.late_revocations(at(4)), (vec![], Some(at(5))));
         assert_eq!(inbound.late_revocations(at(5)), (vec![slot], None));
         assert_eq!(inbound.late_revocations(at(6)), (vec![], None));
-        assert_eq!(inbound.forget(&[slot, slot]), 1);
+        assert_eq!(inbound.confirmed(slot), Ok(true));
+        assert_eq!(inbound.confirmed(slot), Ok(false));
+        assert_eq!(inbound.forget(&[slot, slot]), 0);
         assert_eq!(inbound.count(), 0);
     }
 }

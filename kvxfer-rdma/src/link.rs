@@ -64,6 +64,8 @@ struct Life {
     /// Rails that an engine looks after.
     attached: BTreeSet<u16>,
     failures: Vec<String>,
+    /// Rails whose device is gone for good.
+    dead: BTreeSet<u16>,
 }
 
 /// Queue pairs that exist, and who waits for which of them to be gone.
@@ -316,6 +318,17 @@ impl LinkCore {
         );
     }
 
+    /// A rail's device is gone for good. With the last of them the link has failed.
+    pub(crate) fn rail_dead(self: &Arc<Self>, rail: u16, error: &Error) {
+        let last = {
+            let mut life = self.life.lock();
+            life.dead.insert(rail) && !life.closing && life.attached.is_subset(&life.dead)
+        };
+        if last {
+            self.fail(error.clone());
+        }
+    }
+
     /// The link cannot go on.
     pub(crate) fn fail(self: &Arc<Self>, error: Error) {
         if !self.closing() {
@@ -370,6 +383,11 @@ impl LinkCore {
         }
         self.inbound.forget(&quiet);
         self.quiet(&quiet);
+    }
+
+    /// Whether it cannot be said that nothing of a lane lands any more.
+    pub(crate) fn is_unfinished(&self, lane: LaneName) -> bool {
+        self.fences.lock().unfinished.contains(&lane)
     }
 
     /// Peers that did not confirm in time that they stopped writing: their queue pairs are fenced. Returns when to look
@@ -463,7 +481,8 @@ impl LinkCore {
                 return Ok(());
             }
             LinkMessage::Revoked(slot) => {
-                if self.inbound.forget(&[*slot]) > 0 {
+                let news = self.inbound.confirmed(*slot);
+                if news.map_err(|why| Error::from(RdmaError::peer(self, why.to_owned())))? {
                     self.quiet(&[*slot]);
                 }
                 return Ok(());
@@ -522,12 +541,25 @@ impl LinkCore {
     }
 
     fn admit_slot(&self, slot: SlotUse) {
-        if self.slots.admit(self.peer.incarnation, slot.slot, slot.generation) {
-            self.inbound.admit(slot);
+        if self.admit_here(slot) {
             self.tell(LinkMessage::Admitted(slot));
         } else {
             self.tell(LinkMessage::Refused(slot));
         }
+    }
+
+    /// Lets the peer write into a slot. False if the slot is closed, gone or another's, or the link has ended.
+    fn admit_here(&self, slot: SlotUse) -> bool {
+        if !self.slots.admit(self.peer.incarnation, slot.slot, slot.generation) {
+            return false;
+        }
+        self.inbound.admit(slot);
+        // Either the link's end sees the slot in the books, or this sees that it has ended.
+        let ended = self.life.lock().closed;
+        if ended && self.inbound.forget(&[slot]) > 0 && self.fences.lock().unfinished.is_empty() {
+            self.quiet(&[slot]);
+        }
+        !ended
     }
 
     /// The receiver has admitted the slot: what waited for that begins.
@@ -720,8 +752,7 @@ impl Link for RdmaLink {
             return;
         }
         let slot = SlotUse { slot, generation };
-        if core.slots.admit(core.peer.incarnation, slot.slot, slot.generation) {
-            core.inbound.admit(slot);
+        if core.admit_here(slot) {
             core.tell(LinkMessage::Admitted(slot));
             core.flush();
         }

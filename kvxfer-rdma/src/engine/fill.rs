@@ -304,7 +304,11 @@ impl Lane {
                 })
                 .collect(),
         };
-        pair.next_close = pair.next_close.wrapping_add(1);
+        if immediate {
+            // Only these are told apart by their number: were closes over the session counted too, a later immediate could
+            // come to the number of one that is not matched yet.
+            pair.next_close = pair.next_close.wrapping_add(1);
+        }
         let counters = &self.link.rails[usize::from(self.rail)].counters;
         let chunks = open.chunks;
         if immediate {
@@ -336,9 +340,6 @@ impl Lane {
         let counters = &self.link.rails[usize::from(self.rail)].counters;
         add(&counters.requests, turn.batch.len() as u64);
         add(&counters.doorbells, 1);
-        if pair.markers.len() <= 1 {
-            pair.last_progress = turn.now;
-        }
         let Some(queue_pair) = &mut pair.queue_pair else { return false };
         if let Err(error) = queue_pair.post_send(turn.batch) {
             pair.torn = true;
@@ -352,6 +353,10 @@ impl Lane {
 impl Pair {
     /// The last work request is signalled, and stands for this.
     fn mark(&mut self, stands_for: StandsFor) {
+        if self.markers.is_empty() {
+            // The progress that is waited for begins now, not at the last completion, which may be long ago.
+            self.last_progress = crate::clock::now();
+        }
         self.markers.push_back(Marker {
             number: self.next - 1,
             requests: self.unsignalled,

@@ -173,6 +173,8 @@ impl Lane {
         self.next_hello = None;
         if matches!(self.stage, Stage::Connecting { .. } | Stage::Probing { .. } | Stage::Up) {
             self.fail(error.clone());
+        } else if matches!(self.stage, Stage::Idle) {
+            self.link.rail_dead(self.rail, error);
         }
     }
 
@@ -321,6 +323,10 @@ impl Lane {
                 }
                 .into(),
             );
+            return;
+        }
+        if self.link.is_unfinished(lane) {
+            // What it may still write cannot be said to be over: no answer is better than a wrong one.
             return;
         }
         // Gone already, or never made: a later try of that epoch is refused.

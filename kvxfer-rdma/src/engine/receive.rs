@@ -15,6 +15,8 @@ use super::lane::{Lane, Received};
 
 /// Closes told whose immediates have not come, per queue pair, at most: the peer has no more credits than that.
 const CLOSINGS_MAX: usize = 4096;
+/// Closes without an immediate that wait for a flush, per rail, at most.
+const UNFLUSHED_MAX: usize = 65_536;
 
 impl Lane {
     /// The peer says what a close covers.
@@ -22,11 +24,18 @@ impl Lane {
         if closing.over_session {
             // Its writes are complete at the sender, on whatever queue pair they were; they may still be on their way to
             // memory here.
+            if self.unflushed.len() >= UNFLUSHED_MAX {
+                self.link.fail(RdmaError::peer(&self.link, "it closes faster than this side can flush".into()).into());
+                return;
+            }
             self.unflushed.push(closing);
             self.kicked = true;
             return;
         }
-        let epoch = closing.lane.epoch;
+        let epoch = match mutants::is(Mutant::IgnoreLinkEpoch) {
+            true => self.epoch,
+            false => closing.lane.epoch,
+        };
         let received = if epoch == self.epoch && self.pair.is_some() {
             self.pair.as_mut().map(|pair| &mut pair.received)
         } else {
@@ -40,7 +49,7 @@ impl Lane {
             self.count(turn, closing);
             self.matched(epoch);
         } else if received.closings.len() >= CLOSINGS_MAX || received.closings.contains_key(&immediate) {
-            self.fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
+            self.link.fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
         } else {
             received.closings.insert(immediate, closing);
         }
@@ -147,7 +156,8 @@ impl Lane {
                     for header in &taken {
                         link.slots.abandon(header);
                     }
-                    self.fail(error);
+                    // Not the rail's fault: the peer does not keep to the protocol.
+                    link.fail(error);
                     return;
                 }
             }

@@ -19,6 +19,8 @@ enum Admission {
     Open,
     /// The peer was told to stop; it has until then to confirm.
     Revoked(Time),
+    /// It has confirmed: what its device has handed over is being flushed to memory.
+    Flushing,
     /// It did not: its queue pairs are being fenced.
     Fencing,
 }
@@ -72,14 +74,17 @@ impl Inbound {
         slots.iter().filter(|slot| admitted.remove(slot).is_some()).count()
     }
 
-    /// The peer says that it has stopped. Whether that is news; an error if it was never told to.
+    /// The peer says that it has stopped. Whether that is news, and the slot is to be flushed; an error if it was never
+    /// told to.
     pub(crate) fn confirmed(&self, slot: SlotUse) -> Result<bool, &'static str> {
-        let mut admitted = self.admitted.lock();
-        match admitted.get(&slot) {
+        match self.admitted.lock().get_mut(&slot) {
             Some(Admission::Open) => Err("it stops writing into a slot that is open"),
-            Some(_) => Ok(admitted.remove(&slot).is_some()),
-            // Fenced, or arrived, before its answer came.
-            None => Ok(false),
+            Some(admission @ Admission::Revoked(_)) => {
+                *admission = Admission::Flushing;
+                Ok(true)
+            }
+            // Being fenced already, which ends it; or fenced, or arrived, before its answer came.
+            Some(_) | None => Ok(false),
         }
     }
 
@@ -116,9 +121,13 @@ mod tests {
         assert_eq!(inbound.late_revocations(at(4)), (vec![], Some(at(5))));
         assert_eq!(inbound.late_revocations(at(5)), (vec![slot], None));
         assert_eq!(inbound.late_revocations(at(6)), (vec![], None));
+        assert_eq!(inbound.confirmed(slot), Ok(false), "its fence ends it");
+        assert_eq!(inbound.forget(&[slot, slot]), 1);
+        inbound.admit(slot);
+        assert!(inbound.revoke(slot, at(9)));
         assert_eq!(inbound.confirmed(slot), Ok(true));
-        assert_eq!(inbound.confirmed(slot), Ok(false));
-        assert_eq!(inbound.forget(&[slot, slot]), 0);
+        assert_eq!(inbound.late_revocations(at(9)), (vec![], None), "it was in time");
+        assert_eq!(inbound.forget(&[slot]), 1);
         assert_eq!(inbound.count(), 0);
     }
 }

@@ -104,8 +104,17 @@ pub(crate) enum Mail {
     Message(LinkMessage),
     /// The peer asks for the fence of a lane.
     Fence(LaneName, Vec<ChunkName>),
+    /// The rail's device is to be flushed, for a slot that is written no more.
+    Flush(Arc<Flushing>),
     /// Give the rail's queue pair up, whatever its epoch.
     Fail(Error),
+}
+
+/// A slot whose writer has stopped, and how many devices are still to be flushed.
+#[derive(Debug)]
+pub(crate) struct Flushing {
+    slot: SlotUse,
+    devices_left: AtomicUsize,
 }
 
 impl LinkCore {
@@ -423,6 +432,32 @@ impl LinkCore {
         next
     }
 
+    /// The peer writes no more into a slot. What it wrote has been handed over to our devices, which may still be on their
+    /// way to memory with it: they are flushed, then the slot is quiet.
+    fn flush_revoked(self: &Arc<Self>, slot: SlotUse) {
+        let mut engines = BTreeSet::new();
+        let first_of_engine = |rail: &&Rail| rail.place.get().is_some_and(|place| engines.insert(place.engine));
+        let rails: Vec<&Rail> = self.rails.iter().filter(first_of_engine).collect();
+        let flushing = Arc::new(Flushing {
+            slot,
+            devices_left: AtomicUsize::new(rails.len().max(1)),
+        });
+        for rail in &rails {
+            rail.mail.lock().push_back(Mail::Flush(flushing.clone()));
+            self.kick(rail);
+        }
+        if rails.is_empty() {
+            self.device_flushed(&flushing);
+        }
+    }
+
+    /// A device is flushed; with the last one the slot is quiet.
+    pub(crate) fn device_flushed(&self, flushing: &Flushing) {
+        if flushing.devices_left.fetch_sub(1, Ordering::SeqCst) == 1 && self.inbound.forget(&[flushing.slot]) > 0 {
+            self.quiet(&[flushing.slot]);
+        }
+    }
+
     /// The held gates of these slots are let go.
     fn quiet(&self, slots: &[SlotUse]) {
         let mut any = false;
@@ -483,7 +518,7 @@ impl LinkCore {
             LinkMessage::Revoked(slot) => {
                 let news = self.inbound.confirmed(*slot);
                 if news.map_err(|why| Error::from(RdmaError::peer(self, why.to_owned())))? {
-                    self.quiet(&[*slot]);
+                    self.flush_revoked(*slot);
                 }
                 return Ok(());
             }

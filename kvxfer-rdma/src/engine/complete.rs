@@ -34,6 +34,9 @@ impl Pair {
                     vendor: completion.vendor_error,
                 };
                 self.failure.get_or_insert_with(|| error.into());
+                if completion.status.class() == ErrorClass::RemoteAccess && completion.wr_id & RECEIVE == 0 {
+                    self.refused_request.get_or_insert(completion.wr_id);
+                }
             } else {
                 let error = RdmaError::Lost {
                     place: place(),

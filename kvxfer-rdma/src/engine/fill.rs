@@ -100,6 +100,7 @@ impl Lane {
     fn begin(&mut self, turn: &mut Turn<'_>, chunk: &Chunk) -> Result<Current, ChunkState> {
         let header = chunk.header;
         let link = &self.link;
+        let next = self.pair.as_ref().map_or(0, |pair| pair.next);
         let (stream, gate, remote, remote_stream) = match &chunk.payload {
             Payload::Message(message, range) => {
                 link.tell(LinkMessage::UserMessage {
@@ -159,6 +160,7 @@ impl Lane {
                 direction: remote.direction,
                 whole: false,
                 guard,
+                requests: (next, u64::MAX),
             },
         })
     }
@@ -234,6 +236,7 @@ impl Lane {
     fn chunk_posted(&mut self, turn: &mut Turn<'_>, mut current: Current) {
         let Some(pair) = &mut self.pair else { return };
         current.sent.whole = true;
+        current.sent.requests.1 = pair.next - 1;
         let header = current.sent.header;
         if current.sent.direction == Direction::Read {
             turn.scratch.recycle(current.local, current.remote);
@@ -267,8 +270,9 @@ impl Lane {
     }
 
     /// A chunk is left midway: it counts for nothing once what was posted of it is done.
-    fn give_up(&mut self, turn: &mut Turn<'_>, current: Current) {
+    fn give_up(&mut self, turn: &mut Turn<'_>, mut current: Current) {
         let Some(pair) = &mut self.pair else { return };
+        current.sent.requests.1 = pair.next.saturating_sub(1);
         turn.scratch.recycle(current.local, current.remote);
         // A marker of its own: the work requests before it are complete when it is.
         pair.push_marker(turn, None, StandsFor::Chunk(current.sent));

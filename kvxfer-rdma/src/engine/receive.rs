@@ -24,11 +24,11 @@ impl Lane {
         if closing.over_session {
             // Its writes are complete at the sender, on whatever queue pair they were; they may still be on their way to
             // memory here.
-            if self.unflushed.len() >= UNFLUSHED_MAX {
+            if self.unflushed.closings.len() >= UNFLUSHED_MAX {
                 self.link.fail(RdmaError::peer(&self.link, "it closes faster than this side can flush".into()).into());
                 return;
             }
-            self.unflushed.push(closing);
+            self.unflushed.closings.push(closing);
             self.kicked = true;
             return;
         }
@@ -104,29 +104,34 @@ impl Lane {
         }
     }
 
-    /// Counts closes that came over the session, once the device is flushed.
-    pub(super) fn count_unflushed(&mut self, turn: &mut Turn<'_>) {
-        if self.unflushed.is_empty() {
-            return;
-        }
+    /// Counts closes that came over the session, and lets go of slots that the peer writes no more, once the device is
+    /// flushed.
+    pub(super) fn settle_flushed(&mut self, turn: &mut Turn<'_>) {
         let key = (self.link.id, self.rail);
-        if !self.flush_asked {
+        if self.flush_asked {
+            match turn.flusher.answer(key) {
+                None => return,
+                Some(true) => {
+                    let flushed = std::mem::take(&mut self.flushing);
+                    flushed.closings.into_iter().for_each(|closing| self.count(turn, closing));
+                    flushed.revoked.iter().for_each(|slot| self.link.device_flushed(slot));
+                }
+                // Tried again. A device that is gone for good ends the link.
+                Some(false) => self.unflush(),
+            }
+            self.flush_asked = false;
+        }
+        if !self.unflushed.is_empty() && !self.device_dead {
+            self.flushing = std::mem::take(&mut self.unflushed);
             turn.flusher.ask(key);
             self.flush_asked = true;
         }
-        match turn.flusher.answer(key) {
-            None => {}
-            Some(flushed) => {
-                self.flush_asked = false;
-                let closings = std::mem::take(&mut self.unflushed);
-                if flushed {
-                    closings.into_iter().for_each(|closing| self.count(turn, closing));
-                } else {
-                    self.unflushed = closings;
-                    self.kicked = true;
-                }
-            }
-        }
+    }
+
+    /// What had asked for a flush that was not made has to ask again.
+    pub(super) fn unflush(&mut self) {
+        self.flushing.append(&mut self.unflushed);
+        self.unflushed = std::mem::take(&mut self.flushing);
     }
 
     /// What a close covers is in place.

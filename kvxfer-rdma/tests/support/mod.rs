@@ -662,6 +662,8 @@ fn relay(from: mpsc::Receiver<LinkEvent>, to: Arc<dyn Link>) {
 pub struct Site {
     pub fabric: Option<FakeFabric>,
     devices: Vec<String>,
+    // Whether the place is not as it was.
+    changed: AtomicBool,
 }
 
 impl Site {
@@ -674,20 +676,18 @@ impl Site {
         let named = std::env::var("KVXFER_TEST_DEVICES").ok();
         let named = named.or_else(|| std::env::var("SOFT_ROCE").ok().map(|_| found().join(",")));
         match named {
-            Some(devices) => {
-                let site = Site {
-                    fabric: None,
-                    devices: devices.split(',').map(str::to_owned).collect(),
-                };
-                site.restore();
-                site
-            }
+            Some(devices) => Site {
+                fabric: None,
+                devices: devices.split(',').map(str::to_owned).collect(),
+                changed: AtomicBool::new(false),
+            },
             None => {
                 let mut all = vec![("*", "devices", "4")];
                 all.extend_from_slice(settings);
                 Site {
                     fabric: Some(FakeFabric::with(&all).unwrap()),
                     devices: (0..4).map(|index| format!("fake{index}")).collect(),
+                    changed: AtomicBool::new(false),
                 }
             }
         }
@@ -755,7 +755,7 @@ impl Site {
         let micros = time.as_micros();
         match &self.fabric {
             Some(fabric) => fabric.set_now("*", "latency_us", &micros.to_string()).unwrap(),
-            None => soft_roce(&["netem", "all", &format!("delay {micros}us")]),
+            None => self.soft_roce(&["netem", "all", &format!("delay {micros}us")]),
         }
     }
 
@@ -763,7 +763,7 @@ impl Site {
     pub fn lose_everything(&self) {
         match &self.fabric {
             Some(fabric) => fabric.set_now("*", "drop_percent", "100").unwrap(),
-            None => soft_roce(&["netem", "all", "loss 100%"]),
+            None => self.soft_roce(&["netem", "all", "loss 100%"]),
         }
     }
 
@@ -771,7 +771,7 @@ impl Site {
     pub fn down(&self, device: usize) {
         match &self.fabric {
             Some(fabric) => fabric.set_now(&self.devices[device], "port_state", "down").unwrap(),
-            None => soft_roce(&["down", &self.devices[device]]),
+            None => self.soft_roce(&["down", &self.devices[device]]),
         }
     }
 
@@ -782,7 +782,7 @@ impl Site {
             None => {
                 // Both ends of the link lost what they knew of each other.
                 let (first, second) = (device & !1, device | 1);
-                soft_roce(&["up", &self.devices[first], &self.devices[second]]);
+                self.soft_roce(&["up", &self.devices[first], &self.devices[second]]);
             }
         }
     }
@@ -794,23 +794,24 @@ impl Site {
                 fabric.set_now("*", "latency_us", "0").unwrap();
                 fabric.set_now("*", "drop_percent", "0").unwrap();
             }
-            None => soft_roce(&["clear", "all"]),
+            None => self.soft_roce(&["clear", "all"]),
         }
     }
 
-    /// As it was before any test.
-    fn restore(&self) {
-        if self.is_real() && std::env::var("SOFT_ROCE").is_ok() {
-            self.clear();
-            soft_roce(&["up", "all"]);
-        }
+    /// Changes the place that `testkit/soft-roce/run` made.
+    fn soft_roce(&self, arguments: &[&str]) {
+        self.changed.store(true, Ordering::SeqCst);
+        let status = std::process::Command::new("soft-roce").args(arguments).status().unwrap();
+        assert!(status.success() || std::thread::panicking(), "soft-roce {arguments:?}: {status}");
     }
 }
 
 impl Drop for Site {
     fn drop(&mut self) {
-        if !std::thread::panicking() {
-            self.restore();
+        // The next test finds the place as this one did.
+        if self.is_real() && self.changed.load(Ordering::SeqCst) {
+            self.soft_roce(&["clear", "all"]);
+            self.soft_roce(&["up", "all"]);
         }
     }
 }
@@ -823,10 +824,4 @@ fn found() -> Vec<String> {
         .collect();
     names.sort();
     names
-}
-
-/// Changes the place that `testkit/soft-roce/run` made.
-fn soft_roce(arguments: &[&str]) {
-    let status = std::process::Command::new("soft-roce").args(arguments).status().unwrap();
-    assert!(status.success(), "soft-roce {arguments:?}: {status}");
 }

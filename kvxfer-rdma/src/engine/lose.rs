@@ -94,7 +94,7 @@ impl Lane {
     fn gone(&mut self, turn: &mut Turn<'_>, flushed: bool) {
         // What came before the end counts.
         self.take_completed(turn);
-        let Stage::Flushing { error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
+        let Stage::Flushing { mut error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
             return;
         };
         let name = self.name();
@@ -107,6 +107,10 @@ impl Lane {
                     refused.push((chunk.transfer, chunk.direction, chunk.header));
                 }
                 quiet |= self.drop_chunk(chunk);
+            }
+            if pair.refused_request.is_some() {
+                // The better reason, also if the peer was quicker to say that it lost the rail.
+                error = pair.failure.take().unwrap_or(error);
             }
             self.keep_received(std::mem::take(&mut pair.received));
         }

@@ -97,7 +97,8 @@ impl Run {
     fn command(&self, device: &str, port: u16) -> Result<Command> {
         let mut command = Command::new(self.program.name());
         // Without the peak, of which it would take the time at every message.
-        command.args(["-F", "-N", "-d", device]);
+        let (device, device_port) = device.split_once(':').unwrap_or((device, "1"));
+        command.args(["-F", "-N", "-d", device, "-i", device_port]);
         command.args([
             "-s",
             &self.message_bytes.to_string(),
@@ -108,7 +109,7 @@ impl Run {
         if self.program == Program::Read {
             command.arg("-e");
         }
-        if let Some(index) = gid_index(device)? {
+        if let Some(index) = gid_index(device, device_port)? {
             command.args(["-x", &index.to_string()]);
         }
         command
@@ -258,8 +259,8 @@ fn listens(port: u16) -> bool {
 }
 
 /// The index of a RoCE v2 GID with an IPv4 address, on Ethernet; nothing to choose on InfiniBand.
-fn gid_index(device: &str) -> Result<Option<u32>> {
-    let port = format!("/sys/class/infiniband/{device}/ports/1");
+fn gid_index(device: &str, port: &str) -> Result<Option<u32>> {
+    let port = format!("/sys/class/infiniband/{device}/ports/{port}");
     let read = |name: &str| std::fs::read_to_string(format!("{port}/{name}"));
     let layer = read("link_layer").map_err(|error| {
         Error::new(ErrorKind::Unsupported, format!("device {device}"))
@@ -344,7 +345,7 @@ mod tests {
 
     #[test]
     fn a_device_that_is_not_there_is_named() {
-        let error = gid_index("nosuch0").unwrap_err().to_string();
+        let error = gid_index("nosuch0", "1").unwrap_err().to_string();
         assert!(error.contains("nosuch0") && error.contains("doctor"), "{error}");
     }
 }

@@ -1,8 +1,11 @@
 //! Two connected queue pairs on the first two usable ports (or twice on the only one).
 
 use std::cell::UnsafeCell;
+use std::path::PathBuf;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::gid::{PeerGid, choose};
 use kvxfer_rdma::probe::{Availability, ProbeOptions, probe};
 use kvxfer_rdma::verbs::{
@@ -21,10 +24,20 @@ pub(crate) struct Port {
     pub(crate) gids: Vec<GidEntry>,
 }
 
-/// The usable ports; empty, and a line that says why, if there are none.
+/// The usable ports of the library named by `KVXFER_RDMA_LIBRARY`, else of two fake devices; empty, and a line that says
+/// why, if there are none.
 pub(crate) fn ports() -> Vec<Port> {
+    static FABRIC: OnceLock<FakeFabric> = OnceLock::new();
+    let library = match std::env::var_os("KVXFER_RDMA_LIBRARY") {
+        Some(library) => library.into(),
+        None => FABRIC.get_or_init(|| FakeFabric::new().unwrap()).library_path(),
+    };
+    ports_of(library)
+}
+
+pub(crate) fn ports_of(library: PathBuf) -> Vec<Port> {
     let found = probe(&ProbeOptions {
-        library: std::env::var_os("KVXFER_RDMA_LIBRARY").map(Into::into),
+        library: Some(library),
         ..ProbeOptions::default()
     });
     if let Some(error) = found.refusal() {
@@ -47,7 +60,10 @@ pub(crate) fn ports() -> Vec<Port> {
 
 /// Two ports that reach each other, or `None` if there is none at all.
 pub(crate) fn two_ports() -> Option<[Port; 2]> {
-    let ports = ports();
+    pair_of(ports())
+}
+
+pub(crate) fn pair_of(ports: Vec<Port>) -> Option<[Port; 2]> {
     let first = ports.first()?.clone();
     let second = ports.get(1).unwrap_or(&first).clone();
     Some([first, second])

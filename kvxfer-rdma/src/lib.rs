@@ -30,10 +30,30 @@
 //! receive and read pools that serve, and nothing else. Pools that only receive cannot be read: the reads that flush
 //! writes after a fence use keys of their own, which no peer is told ([`registry`]).
 
+mod advert;
+mod checksum;
+mod clock;
+mod config;
+mod counters;
+mod device;
+mod engine;
+mod error;
 pub mod gid;
+mod inbound;
+mod link;
+mod message;
+mod outbound;
 pub mod probe;
+mod rails;
+mod random;
 pub mod registry;
 pub mod sys;
 mod text;
 pub mod topology;
+mod transport;
 pub mod verbs;
+
+pub use config::{RAILS_MAX, RECEIVE_DEPTH_MAX, RdmaConfig};
+pub use error::RdmaError;
+pub use topology::Pairing;
+pub use transport::RdmaTransport;

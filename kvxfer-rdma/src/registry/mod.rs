@@ -160,6 +160,19 @@ impl Registry {
             .cloned()
     }
 
+    /// What a device reads of itself to flush what it may have written: a place in each registration that peers may
+    /// write, on the device with this index.
+    pub fn flush_targets(&self, device: usize) -> Vec<FlushTarget> {
+        let map = self.inner.regions.read();
+        map.values().flatten().flat_map(|keys| keys.flush_targets(device)).collect()
+    }
+
+    /// The regions that are registered, each once for every pool that has it.
+    pub fn regions(&self) -> Vec<Arc<Region>> {
+        let map = self.inner.regions.read();
+        map.values().flatten().map(|keys| keys.region.clone()).collect()
+    }
+
     /// Regions that are registered and can be found.
     pub fn len(&self) -> usize {
         self.inner.regions.read().values().map(Vec::len).sum()

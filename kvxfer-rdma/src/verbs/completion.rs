@@ -119,6 +119,12 @@ pub enum ErrorClass {
 }
 
 impl Status {
+    /// Whether it ended well.
+    #[inline]
+    pub fn is_success(self) -> bool {
+        self == Status::Success
+    }
+
     /// Whom it blames.
     pub fn class(self) -> ErrorClass {
         match self {
@@ -373,6 +379,11 @@ impl CompletionBuffer {
             entries: vec![empty; count.clamp(1, 1 << 16)],
             filled: 0,
         }
+    }
+
+    /// Completions that fit.
+    pub fn capacity(&self) -> usize {
+        self.entries.len()
     }
 
     /// The completions of the last poll, in order.

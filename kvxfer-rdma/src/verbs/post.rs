@@ -131,6 +131,14 @@ impl SendBatch {
         self.request_count == self.requests_max
     }
 
+    /// Has the last work request report when it ends well.
+    pub fn signal_last(&mut self) {
+        if let Some(last) = self.request_count.checked_sub(1) {
+            // SAFETY: the index is inside the array, of which `&mut self` makes us the only user.
+            unsafe { (*self.requests.as_ptr().add(last)).send_flags |= sys::IBV_SEND_SIGNALED };
+        }
+    }
+
     /// How many more segments fit.
     pub fn segments_left(&self) -> usize {
         self.segments_max - self.segment_count

@@ -301,6 +301,15 @@ impl QueuePair {
         self.modify(blank(sys::IBV_QPS_ERR), sys::IBV_QP_STATE)
     }
 
+    /// To RESET, which loses completions and packets: a seeded defect for tests, never right.
+    ///
+    /// # Errors
+    /// [`VerbsError::Refused`]: the device does not answer.
+    #[doc(hidden)]
+    pub fn to_reset(&self) -> Result<(), VerbsError> {
+        self.modify(blank(sys::IBV_QPS_RESET), sys::IBV_QP_STATE)
+    }
+
     /// Its state, as the device says.
     ///
     /// # Errors

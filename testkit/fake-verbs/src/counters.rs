@@ -55,6 +55,8 @@ counters! {
     resets_with_outstanding,
     /// Queue pairs destroyed with work outstanding (allowed).
     destroys_with_outstanding,
+    /// Packets that reached this device's port (those that are held or delayed included).
+    packets_received,
     /// Packets thrown away: no such queue pair, wrong state, wrong address, port down.
     packets_dropped,
     /// Packets thrown away by `drop_percent`.

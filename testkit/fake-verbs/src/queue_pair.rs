@@ -109,6 +109,8 @@ pub(crate) struct QueuePair {
     pub(crate) acknowledgement_due: bool,
     /// READs being answered.
     pub(crate) reads_served: u32,
+    /// Refused a request: it is in ERR, and answers that had begun still go out, before the refusal.
+    pub(crate) finishing: bool,
     /// In ERR, with requests that the device has yet to flush.
     pub(crate) flush_due: bool,
 }
@@ -132,6 +134,7 @@ impl QueuePair {
         self.gap_reported = false;
         self.acknowledgement_due = false;
         self.reads_served = 0;
+        self.finishing = false;
         self.flush_due = false;
     }
 

@@ -147,7 +147,7 @@ impl State {
         if qp.reads_served >= u32::from(qp.attributes.max_dest_rd_atomic).max(1) {
             self.acknowledge(qp);
             self.refuse(qp, header.psn, kind::NAK, nak::INVALID);
-            self.to_error(qp);
+            self.fail_responder(qp);
             return;
         }
         qp.expected = psn_add(qp.expected, crate::packet::packets(header.total as usize));
@@ -187,8 +187,13 @@ impl State {
         add(&self.device.counters.access_errors, 1);
         self.acknowledge(qp);
         self.refuse(qp, psn, kind::NAK, nak::ACCESS);
-        self.to_error(qp);
+        self.fail_responder(qp);
         self.raise_queue_pair(sys::IBV_EVENT_QP_ACCESS_ERR, qp);
+    }
+
+    fn fail_responder(&mut self, qp: &mut QueuePair) {
+        qp.finishing = true;
+        self.to_error(qp);
     }
 
     fn refuse(&mut self, qp: &QueuePair, psn: u32, kind: u8, code: u8) {
@@ -309,7 +314,7 @@ impl State {
     fn domain_of(&self, queue_pair: u32) -> Option<&'static crate::objects::FakePd> {
         let place = (queue_pair & crate::state::LOCAL_MASK) as usize;
         match self.queue_pairs.get(place)? {
-            Some(qp) if qp.number == queue_pair && qp.receives_requests() => Some(qp.pd),
+            Some(qp) if qp.number == queue_pair && (qp.receives_requests() || qp.finishing) => Some(qp.pd),
             _ => None,
         }
     }

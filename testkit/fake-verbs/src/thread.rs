@@ -212,6 +212,7 @@ impl Engine {
             add(&state.device.counters.packets_dropped, 1);
             return;
         }
+        add(&state.device.counters.packets_received, 1);
         let payload = &self.buffer[..bytes];
         let now = Instant::now();
         if state.settings.hold || !state.settings.latency.is_zero() || !state.network.is_empty() {

@@ -130,6 +130,7 @@ fn new_queue_pair(handle: &'static FakeQp, number: u32, capacity: sys::ibv_qp_ca
         gap_reported: false,
         acknowledgement_due: false,
         reads_served: 0,
+        finishing: false,
         flush_due: false,
     }
 }

@@ -29,7 +29,7 @@ fn fabric(settings: &[(&str, &str, &str)]) -> FakeFabric {
 }
 
 fn ports(fabric: &FakeFabric) -> [Port; 2] {
-    pair_of(ports_of(fabric.library_path())).unwrap()
+    pair_of(ports_of(Some(fabric.library_path()))).unwrap()
 }
 
 fn probed(fabric: &FakeFabric, devices: &[&str]) -> Availability {

@@ -8,6 +8,7 @@ use std::time::{Duration, Instant};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::gid::{PeerGid, choose};
 use kvxfer_rdma::probe::{Availability, ProbeOptions, probe};
+use kvxfer_rdma::topology::{interface_subnets, subnet_of};
 use kvxfer_rdma::verbs::{
     Access, Completion, CompletionBuffer, CompletionChannel, CompletionQueue, Context, GidEntry, InitState,
     MemoryRegion, PathAddress, PortAttributes, ProtectionDomain, QueuePair, QueuePairCapacity, ReceiveState, SendState,
@@ -24,20 +25,28 @@ pub(crate) struct Port {
     pub(crate) gids: Vec<GidEntry>,
 }
 
-/// The usable ports of the library named by `KVXFER_RDMA_LIBRARY`, else of two fake devices; empty, and a line that says
-/// why, if there are none.
-pub(crate) fn ports() -> Vec<Port> {
-    static FABRIC: OnceLock<FakeFabric> = OnceLock::new();
-    let library = match std::env::var_os("KVXFER_RDMA_LIBRARY") {
-        Some(library) => library.into(),
-        None => FABRIC.get_or_init(|| FakeFabric::new().unwrap()).library_path(),
-    };
-    ports_of(library)
+/// Whether the devices are the system's.
+pub(crate) fn are_real() -> bool {
+    std::env::var_os("SOFT_ROCE").is_some() || std::env::var_os("KVXFER_TEST_DEVICES").is_some()
 }
 
-pub(crate) fn ports_of(library: PathBuf) -> Vec<Port> {
+/// The usable ports: on the system's devices if `KVXFER_TEST_DEVICES` names some (`rxe0,rxe1`) or this is a soft-RoCE
+/// guest, else of two fake devices. Empty, and a line that says why, if there are none.
+pub(crate) fn ports() -> Vec<Port> {
+    static FABRIC: OnceLock<FakeFabric> = OnceLock::new();
+    if !are_real() {
+        return ports_of(Some(FABRIC.get_or_init(|| FakeFabric::new().unwrap()).library_path()));
+    }
+    let mut ports = ports_of(None);
+    if let Ok(names) = std::env::var("KVXFER_TEST_DEVICES") {
+        ports.retain(|port| names.split(',').any(|name| name == port.context.name()));
+    }
+    ports
+}
+
+pub(crate) fn ports_of(library: Option<PathBuf>) -> Vec<Port> {
     let found = probe(&ProbeOptions {
-        library: Some(library),
+        library,
         ..ProbeOptions::default()
     });
     if let Some(error) = found.refusal() {
@@ -65,7 +74,12 @@ pub(crate) fn two_ports() -> Option<[Port; 2]> {
 
 pub(crate) fn pair_of(ports: Vec<Port>) -> Option<[Port; 2]> {
     let first = ports.first()?.clone();
-    let second = ports.get(1).unwrap_or(&first).clone();
+    // Another port on the first one's network, else any, else the same.
+    let networks = interface_subnets();
+    let network = |port: &Port| port.gids.iter().find_map(|gid| subnet_of(gid, &networks));
+    let others = || ports.iter().skip(1);
+    let near = others().find(|port| network(port).is_some() && network(port) == network(&first));
+    let second = near.or(others().next()).unwrap_or(&first).clone();
     Some([first, second])
 }
 

@@ -68,6 +68,23 @@ pub(crate) fn parse(text: &str) -> (Vec<Line>, Vec<String>) {
     (lines, complaints)
 }
 
+const GENERATION: &str = "# generation ";
+
+/// The configuration file for these lines. The generation lets writers see who has read it.
+pub(crate) fn write(lines: &[Line], generation: u64) -> String {
+    let head = format!("{GENERATION}{generation}\n");
+    lines.iter().fold(head, |text, (device, key, value)| {
+        text + &format!("{device}.{key} = {value}\n")
+    })
+}
+
+/// The generation of a configuration file; 0 if it says none.
+pub(crate) fn generation(text: &str) -> u64 {
+    text.lines()
+        .find_map(|line| line.strip_prefix(GENERATION)?.trim().parse().ok())
+        .unwrap_or(0)
+}
+
 /// Whether there is such a key, and it can have such a value.
 pub(crate) fn is_valid(key: &str, value: &str) -> bool {
     KEYS.contains(&key) && Settings::default_of(0).set(key, value)

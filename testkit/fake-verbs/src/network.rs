@@ -30,24 +30,29 @@ pub(crate) struct Listener {
 
 /// The fabric's directory, opened: paths through it are short enough for socket names.
 #[derive(Debug)]
-pub(crate) struct Directory(OwnedFd);
+pub(crate) struct Directory(Option<OwnedFd>);
 
 impl Directory {
     /// Opens it.
     pub(crate) fn open(path: &Path) -> io::Result<Directory> {
-        Ok(Directory(std::fs::File::open(path)?.into()))
+        Ok(Directory(Some(std::fs::File::open(path)?.into())))
     }
 
     /// Its descriptor.
     pub(crate) fn fd(&self) -> RawFd {
-        self.0.as_raw_fd()
+        self.0.as_ref().map_or(-1, AsRawFd::as_raw_fd)
+    }
+
+    /// Closes it.
+    pub(crate) fn close(&mut self) {
+        self.0 = None;
     }
 
     fn address(&self, number: u32) -> (libc::sockaddr_un, libc::socklen_t) {
         // SAFETY: all zero is a valid sockaddr_un.
         let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
         address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-        let path = format!("/proc/self/fd/{}/{number}.sock", self.0.as_raw_fd());
+        let path = format!("/proc/self/fd/{}/{number}.sock", self.fd());
         crate::device::copy_text(&mut address.sun_path, path.as_bytes());
         let length = std::mem::offset_of!(libc::sockaddr_un, sun_path) + path.len() + 1;
         (address, length as libc::socklen_t)

@@ -193,7 +193,7 @@ impl State {
 
     fn fail_responder(&mut self, qp: &mut QueuePair) {
         qp.finishing = true;
-        self.to_error(qp);
+        self.move_to_error(qp);
     }
 
     fn refuse(&mut self, qp: &QueuePair, psn: u32, kind: u8, code: u8) {
@@ -356,7 +356,7 @@ impl State {
                 }
             },
         };
-        let moved = self.transmit(context, &header, piece.as_ref().map_or(&[], std::slice::from_ref));
+        let moved = self.transmit(context, &header, piece.as_slice());
         let back = match (moved, stream) {
             (Moved::WouldBlock, None) => Some(Response::Packet(header)),
             (Moved::WouldBlock, Some(queue_pair)) => Some(Response::Stream {

@@ -354,11 +354,13 @@ fn parse_gids(value: &str) -> Option<Vec<Gid>> {
 pub(crate) struct Failure {
     pub(crate) verb: String,
     pub(crate) errno: i32,
+    /// How many calls go well before.
+    pub(crate) skip: u64,
     /// How often yet.
     pub(crate) left: u64,
 }
 
-/// `verb:errno[:count]`, several separated by commas; errno as a name or a number.
+/// `verb:errno[:count[:skip]]`, several separated by commas; errno as a name or a number.
 pub(crate) fn parse_fail(value: &str) -> Option<Vec<Failure>> {
     if value.is_empty() {
         return Some(Vec::new());
@@ -370,7 +372,13 @@ pub(crate) fn parse_fail(value: &str) -> Option<Vec<Failure>> {
             let verb = fields.next().filter(|verb| !verb.is_empty())?.to_owned();
             let errno = parse_errno(fields.next()?)?;
             let left = fields.next().map_or(Some(u64::MAX), |count| count.parse().ok())?;
-            Some(Failure { verb, errno, left })
+            let skip = fields.next().map_or(Some(0), |count| count.parse().ok())?;
+            Some(Failure {
+                verb,
+                errno,
+                skip,
+                left,
+            })
         })
         .collect()
 }

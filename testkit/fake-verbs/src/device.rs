@@ -140,6 +140,10 @@ impl Device {
         let failure = failures
             .iter_mut()
             .find(|failure| failure.verb == verb && failure.left > 0)?;
+        if failure.skip > 0 {
+            failure.skip -= 1;
+            return None;
+        }
         failure.left -= 1;
         Some(failure.errno)
     }

@@ -14,6 +14,7 @@ use crate::device::CONFIG_FILE;
 use crate::seen;
 
 const SEEN_LIMIT: Duration = Duration::from_secs(5);
+const PREFIX: &str = "kvxfer-fake-";
 const BUILT: &str = "libkvxfer_fake_verbs.so";
 const INSTALLED: &str = "libibverbs.so.1";
 /// Names the built library, where it does not lie beside the test's executable.
@@ -53,13 +54,10 @@ impl FakeFabric {
     pub fn with(settings: &[(&str, &str, &str)]) -> io::Result<FakeFabric> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let built = find_library()?;
-        let name = format!(
-            "kvxfer-fake-{}-{}",
-            std::process::id(),
-            COUNT.fetch_add(1, Ordering::Relaxed)
-        );
-        let directory = std::env::temp_dir().join(name);
-        // One that a killed process with the same number left behind.
+        remove_abandoned();
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let directory = std::env::temp_dir().join(format!("{PREFIX}{}-{count}", std::process::id()));
+        // One that an earlier process with the same number left behind.
         if directory.exists() {
             std::fs::remove_dir_all(&directory)?;
         }
@@ -101,6 +99,26 @@ impl FakeFabric {
     /// The `libibverbs.so.1` to be loaded; the same in all processes.
     pub fn library_path(&self) -> PathBuf {
         self.directory.join(INSTALLED)
+    }
+
+    /// A library of the same fabric that lacks these symbols, as an older one does.
+    ///
+    /// # Errors
+    /// There is no such symbol, or the system's.
+    pub fn library_without(&self, symbols: &[&str]) -> io::Result<PathBuf> {
+        let mut bytes = std::fs::read(self.library_path())?;
+        for symbol in symbols {
+            // In the table of names: with another first letter, nobody finds it.
+            let name = format!("\0{symbol}\0").into_bytes();
+            let place = bytes.windows(name.len()).position(|window| window == name);
+            let place = place.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, format!("no symbol {symbol}")))?;
+            bytes[place + 1] = b'-';
+        }
+        let path = self
+            .directory
+            .join(format!("libibverbs-without-{}.so.1", symbols.join("-")));
+        std::fs::write(&path, bytes)?;
+        Ok(path)
     }
 
     /// The fabric's directory, by which another process can [attach](FakeFabric::attach).
@@ -179,6 +197,23 @@ impl Drop for FakeFabric {
         if self.owned {
             // A directory left behind is untidy, not wrong.
             let _ = std::fs::remove_dir_all(&self.directory);
+        }
+    }
+}
+
+/// Removes the directories of processes that were killed before they could.
+fn remove_abandoned() {
+    let Ok(entries) = std::fs::read_dir(std::env::temp_dir()) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let process = name
+            .to_str()
+            .and_then(|name| name.strip_prefix(PREFIX)?.split('-').next()?.parse::<u32>().ok());
+        if process.is_some_and(|process| !Path::new(&format!("/proc/{process}")).exists()) {
+            // Somebody else may be doing the same, or it may be another user's.
+            let _ = std::fs::remove_dir_all(entry.path());
         }
     }
 }

@@ -37,7 +37,7 @@
 //! | `active_mtu` | 256 … 4096 | 4096 | also the most that modify_qp takes |
 //! | `lid` | number | 0 | a change raises LID_CHANGE |
 //! | `max_qp`, `max_qp_wr`, `max_sge`, `max_sge_rd`, `max_cqe`, `max_mr_size`, `max_qp_rd_atom`, `max_msg_sz` | number | 4096, 16384, 32, 32, 4194303, 2^64-1, 16, 2^30 | attributes, enforced |
-//! | `pci_path` | path | none | the device's path in sysfs; read when the device is first listed |
+//! | `pci_path` | path | `<fabric>/fakeN` | what the device list says the device's path in sysfs is; read when the device is first listed. Tests may put files there |
 //! | `memlock_bytes` | number | no limit | registering more in one context is ENOMEM |
 //! | `dmabuf` | `on`, `off` | `off` | `on`: any descriptor that can be mapped is taken; `off`: EOPNOTSUPP |
 //! | `bandwidth_bytes_per_s` | number, 0: no limit | 0 | what each context sends: WRITEs and answers to READs |
@@ -51,7 +51,7 @@
 //! | `complete_with` | `STATUS[:count[:after]]`, `off` | `off` | the next requests fail with this status (`REM_OP_ERR`, `RETRY_EXC_ERR`, … or a number); `after`: they are carried out first |
 //! | `retry_exceeded` | `on`, `off` | `on` | `off`: a silent peer is never reported, as with rxe |
 //! | `min_timeout_us` | number | 50000 | the least time until a retry, whatever the queue pair's timeout, so that a busy machine does not look like a silent peer |
-//! | `fail` | `verb:errno[:count]` with commas | none | verbs that fail: `get_device_list`, `open_device`, `query_device`, `query_port`, `query_gid`, `query_gid_ex`, `alloc_pd`, `dealloc_pd`, `reg_mr`, `reg_dmabuf_mr`, `dereg_mr`, `create_comp_channel`, `create_cq`, `destroy_cq`, `create_qp`, `modify_qp` (`.init`, `.rtr`, `.rts`, `.err`, `.reset`), `query_qp`, `destroy_qp`, `post_send`, `post_recv`, `poll_cq`, `req_notify_cq`; errno by name or number |
+//! | `fail` | `verb:errno[:count[:skip]]` with commas | none | verbs that fail, `count` times, after `skip` calls that do not: `get_device_list`, `open_device`, `query_device`, `query_port`, `query_gid`, `query_gid_ex`, `alloc_pd`, `dealloc_pd`, `reg_mr`, `reg_dmabuf_mr`, `dereg_mr`, `create_comp_channel`, `create_cq`, `destroy_cq`, `create_qp`, `modify_qp` (`.init`, `.rtr`, `.rts`, `.err`, `.reset`), `query_qp`, `destroy_qp`, `post_send`, `post_send.one` (each request of a list), `post_recv`, `poll_cq`, `req_notify_cq`; errno by name or number |
 //! | `event` | `port_down:1`, `port_active:1`, `gid_change:1`, `lid_change:1`, `pkey_change:1`, `sm_change:1`, `client_reregister:1`, `qp_fatal:QPN`, `device_fatal` | none | raises the event once for each change of the value (`port_down:1#2`), without changing the port. `device_fatal` also moves all queue pairs to ERR and makes verbs fail with EIO |
 //!
 //! # Counters

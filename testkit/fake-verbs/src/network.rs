@@ -216,18 +216,23 @@ pub(crate) fn receive(fd: RawFd, payload: &mut [u8; FRAGMENT]) -> (Moved, Header
 }
 
 /// What waits to be answered to a peer, in order.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Response {
     /// A packet without payload.
     Packet(Header),
-    /// A READ's answer, made piece by piece as it is sent. The header is that of its next packet; `total` the bytes
-    /// that are left.
-    Stream {
-        /// The queue pair of this side that answers.
-        queue_pair: u32,
-        /// As described.
-        next: Header,
-    },
+    /// A READ's answer.
+    Stream(Stream),
+}
+
+/// A READ's answer, made piece by piece as it is sent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stream {
+    /// The queue pair of this side that answers.
+    pub(crate) queue_pair: u32,
+    /// It counts among the READs that the peer may have open: it is no repetition.
+    pub(crate) counted: bool,
+    /// The header of its next packet; `total` is what is left, in bytes.
+    pub(crate) next: Header,
 }
 
 /// The way to another context.

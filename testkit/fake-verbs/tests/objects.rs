@@ -331,7 +331,23 @@ fn verbs_fail_as_often_as_they_are_told_to() {
     for _ in 0..2 {
         assert_eq!(own.try_post(std::slice::from_ref(&write)), (libc::ENOMEM, 0));
     }
+    fabric.set_now("fake0", "fail", "post_send.one:EINVAL:1:2").unwrap();
+    assert_eq!(own.try_post(&vec![write.clone(); 4]), (libc::EINVAL, 2));
     own.post(&[write]);
+}
+
+#[test]
+fn a_library_can_lack_symbols() {
+    let fabric = FakeFabric::new().unwrap();
+    let path = fabric
+        .library_without(&["ibv_reg_dmabuf_mr", "_ibv_query_gid_ex"])
+        .unwrap();
+    // SAFETY: a library made to be loaded.
+    let verbs = unsafe { sys::Libibverbs::new(path) }.unwrap();
+    assert!(verbs.ibv_reg_dmabuf_mr.is_err() && verbs._ibv_query_gid_ex.is_err());
+    let device = Device::open(&std::sync::Arc::new(verbs), "fake1");
+    assert_eq!(device.gid(1)[15], 2);
+    assert!(fabric.library_without(&["ibv_dance"]).is_err());
 }
 
 #[test]

@@ -3,87 +3,127 @@
 //! break it. Without the feature [`is`] is a constant `false` and every hook vanishes.
 
 macro_rules! mutants {
-    ($($(#[$doc:meta])* $name:ident,)*) => {
+    (
+        simulator: { $($(#[$doc:meta])* $name:ident,)* }
+        rdma: { $($(#[$rdma_doc:meta])* $rdma:ident,)* }
+    ) => {
         /// A deliberate mistake.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
         #[non_exhaustive]
         pub enum Mutant {
             $($(#[$doc])* $name,)*
+            $($(#[$rdma_doc])* $rdma,)*
         }
 
         impl Mutant {
-            /// All of them.
+            /// All that the simulator must catch: mistakes of this crate.
             pub const ALL: &'static [Mutant] = &[$(Mutant::$name,)*];
+
+            /// All that the RDMA transport's suites must catch: mistakes of its engine.
+            pub const RDMA: &'static [Mutant] = &[$(Mutant::$rdma,)*];
 
             /// Its name, as printed by tests.
             pub const fn name(self) -> &'static str {
-                match self { $(Mutant::$name => stringify!($name),)* }
+                match self {
+                    $(Mutant::$name => stringify!($name),)*
+                    $(Mutant::$rdma => stringify!($rdma),)*
+                }
             }
         }
     };
 }
 
 mutants! {
-    // ---- data plane
-    /// A gate says that it is fenced while somebody is inside.
-    SkipFence,
-    /// A slot takes chunks of another of its generations.
-    IgnoreGeneration,
-    /// A chunk counts when its header is read, not when its bytes are placed.
-    AckEarly,
-    /// A chunk that is already in place is counted again.
-    CountTwice,
-    /// A slot's generation does not grow when it is given to another grant.
-    ReuseSlotEarly,
-    /// A slot takes chunks from a peer that it is not open for.
-    IgnoreWriter,
-    /// Overlapping parts of a slot are not noticed.
-    LoseOverlapCheck,
-    /// A chunk whose trailer says invalid is counted.
-    AcceptInvalidTrailer,
-    /// Closing a slot that has arrived undoes the arrival.
-    CancelWinsOverArrived,
-    /// Chunks of a lost lane are sent again before the receiver has fenced it.
-    ResendWithoutFence,
-    /// Chunks of a lost lane are taken for applied.
-    DropInDoubt,
-    /// A slot arrives without its user message.
-    ForgetMessage,
-    /// Transfers of a link are served first come, first served.
-    StarveSmall,
-    /// A lane's window never closes.
-    UnboundedWindow,
-    /// A stopped transfer is said to be quiet while chunks of it are being sent.
-    QuietEarly,
-    // ---- control plane
-    /// A handshake with another incarnation than the expected one goes on.
-    AcceptOtherIncarnation,
-    /// A slot is given back before its verdict was acknowledged.
-    ReleaseSlotBeforeAck,
-    /// The end of a claim, grant or pull is reported without waiting for its fence.
-    ReportCancelBeforeFence,
-    /// A pull arrives without asking the source whether its blocks were still what was meant.
-    SkipValidate,
-    /// A message that came before is taken again.
-    ReplayDuplicateMessage,
-    /// Messages without acknowledgement are not repeated after a reconnect.
-    LoseUnacknowledged,
-    /// A sender that cannot know the outcome says that the peer was lost and nothing arrived.
-    SayLostForUnknown,
-    /// A restarted offer's earlier slot stays open and is used further.
-    KeepOldAttempt,
-    /// An offer serves any number of claim sets.
-    IgnoreReaders,
-    /// A sender takes its bytes for arrived when they are acknowledged, without the owner's verdict.
-    SourceDecidesArrival,
-    /// A retracted offer's gate stays open.
-    RetractWithoutGate,
-    /// Silence of a peer is not noticed.
-    NeverLost,
-    /// An offer is released while one of its members is open.
-    ReleaseOfferEarly,
-    /// A handle ends twice.
-    DoubleComplete,
+    simulator: {
+        // ---- data plane
+        /// A gate says that it is fenced while somebody is inside.
+        SkipFence,
+        /// A slot takes chunks of another of its generations.
+        IgnoreGeneration,
+        /// A chunk counts when its header is read, not when its bytes are placed.
+        AckEarly,
+        /// A chunk that is already in place is counted again.
+        CountTwice,
+        /// A slot's generation does not grow when it is given to another grant.
+        ReuseSlotEarly,
+        /// A slot takes chunks from a peer that it is not open for.
+        IgnoreWriter,
+        /// Overlapping parts of a slot are not noticed.
+        LoseOverlapCheck,
+        /// A chunk whose trailer says invalid is counted.
+        AcceptInvalidTrailer,
+        /// Closing a slot that has arrived undoes the arrival.
+        CancelWinsOverArrived,
+        /// Chunks of a lost lane are sent again before the receiver has fenced it.
+        ResendWithoutFence,
+        /// Chunks of a lost lane are taken for applied.
+        DropInDoubt,
+        /// A slot arrives without its user message.
+        ForgetMessage,
+        /// Transfers of a link are served first come, first served.
+        StarveSmall,
+        /// A lane's window never closes.
+        UnboundedWindow,
+        /// A stopped transfer is said to be quiet while chunks of it are being sent.
+        QuietEarly,
+        /// A slot that is admitted to a peer's device does not hold its gate.
+        AdmitWithoutGate,
+        /// Chunks that were being read on a lost lane are taken for applied.
+        TakeLostReads,
+        // ---- control plane
+        /// A handshake with another incarnation than the expected one goes on.
+        AcceptOtherIncarnation,
+        /// A slot is given back before its verdict was acknowledged.
+        ReleaseSlotBeforeAck,
+        /// The end of a claim, grant or pull is reported without waiting for its fence.
+        ReportCancelBeforeFence,
+        /// A pull arrives without asking the source whether its blocks were still what was meant.
+        SkipValidate,
+        /// A message that came before is taken again.
+        ReplayDuplicateMessage,
+        /// Messages without acknowledgement are not repeated after a reconnect.
+        LoseUnacknowledged,
+        /// A sender that cannot know the outcome says that the peer was lost and nothing arrived.
+        SayLostForUnknown,
+        /// A restarted offer's earlier slot stays open and is used further.
+        KeepOldAttempt,
+        /// An offer serves any number of claim sets.
+        IgnoreReaders,
+        /// A sender takes its bytes for arrived when they are acknowledged, without the owner's verdict.
+        SourceDecidesArrival,
+        /// A retracted offer's gate stays open.
+        RetractWithoutGate,
+        /// Silence of a peer is not noticed.
+        NeverLost,
+        /// An offer is released while one of its members is open.
+        ReleaseOfferEarly,
+        /// A handle ends twice.
+        DoubleComplete,
+        /// A slot is closed without its writer's device being told to stop.
+        ForgetRevoke,
+        /// A transport that failed is taken again.
+        FallBackToTheFailed,
+        /// What this endpoint's device has read counts without the source's word that it was still what was meant.
+        SkipValidateOfReads,
+    }
+    rdma: {
+        /// A queue pair that is fenced is reset instead of put into the error state: completions are lost.
+        ResetInsteadOfError,
+        /// A fence does not wait until accepted writes are in memory.
+        SkipFlush,
+        /// Closes are counted instead of kept as a set.
+        CountCloses,
+        /// The sender closes with immediates without asking whether the receiver has receives for them.
+        IgnoreReceiveCredit,
+        /// The sender writes into a slot before the receiver has admitted it.
+        AdmitLate,
+        /// The sender says that it has stopped while its writes are outstanding.
+        RevokedEarly,
+        /// What comes from an earlier queue pair of a lane is taken for its present one's.
+        IgnoreLinkEpoch,
+        /// A read places bytes without being inside its slot's gate.
+        ReadWithoutGate,
+    }
 }
 
 #[cfg(feature = "mutants")]

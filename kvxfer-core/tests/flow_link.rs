@@ -5,6 +5,8 @@ mod fair;
 mod flow_common;
 #[path = "flow_models/link.rs"]
 mod link;
+#[path = "flow_models/one_sided.rs"]
+mod one_sided;
 
 use std::sync::Arc;
 
@@ -102,4 +104,9 @@ fn a_limit_is_busy_and_nonsense_is_an_error() {
     sender.stop(TransferId(1));
     assert!(matches!(sender.poll_event(), Some(SendEvent::Quiet(TransferId(1)))));
     assert_eq!(sender.transfers(), 0);
+}
+
+#[test]
+fn one_sided_transfers_end_with_their_slots() {
+    one_sided::all().unwrap();
 }

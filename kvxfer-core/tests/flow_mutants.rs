@@ -7,6 +7,8 @@ mod fair;
 mod flow_common;
 #[path = "flow_models/link.rs"]
 mod link;
+#[path = "flow_models/one_sided.rs"]
+mod one_sided;
 #[path = "flow_models/slots.rs"]
 mod slots;
 
@@ -26,6 +28,9 @@ fn caught_by(mutant: Option<Mutant>) -> Vec<&'static str> {
     }
     if fair::small_behind_large().is_err() || fair::equal_shares().is_err() {
         caught.push("fair");
+    }
+    if one_sided::all().is_err() {
+        caught.push("one_sided");
     }
     mutants::set(None);
     caught
@@ -61,6 +66,8 @@ fn each_mutant_is_caught_and_the_original_is_not() {
         Mutant::StarveSmall,
         Mutant::UnboundedWindow,
         Mutant::QuietEarly,
+        Mutant::AdmitWithoutGate,
+        Mutant::TakeLostReads,
     ];
     let mut lost = Vec::new();
     for mutant in data_plane {

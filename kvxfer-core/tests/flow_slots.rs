@@ -74,6 +74,30 @@ fn a_chunk_that_nobody_begun_does_not_count() {
 }
 
 #[test]
+fn an_admitted_slot_is_not_fenced_until_its_writer_is_quiet() {
+    let table = SlotTable::new(2);
+    let (first, second) = (Incarnation::from_bits(1), Incarnation::from_bits(2));
+    let name = open(&table, GRID, None, None);
+    assert!(table.admit(first, name.0, name.1));
+    assert!(table.admit(first, name.0, name.1), "twice is harmless");
+    assert!(!table.admit(second, name.0, name.1), "it is bound");
+    assert_eq!(table.close(name.0, name.1), Close::Waiting);
+    assert!(!table.fenced(name.0, name.1) && !table.release(name.0, name.1));
+    assert!(!table.admit(first, name.0, name.1), "it is closed");
+    assert!(table.remote_quiet(name.0, name.1));
+    assert!(table.fenced(name.0, name.1) && table.release(name.0, name.1));
+    assert!(!table.remote_quiet(name.0, name.1), "it is gone");
+    // Arrival lets go by itself.
+    let name = open(&table, GRID, Some(first), None);
+    assert!(!table.admit(second, name.0, name.1));
+    assert!(table.admit(first, name.0, name.1));
+    let header = whole(name, 0, 64);
+    assert!(matches!(table.begin(first, &header), Ok(Placement::Place { .. })));
+    assert_eq!(table.applied(&header), Applied::Arrived);
+    assert!(table.fenced(name.0, name.1) && table.release(name.0, name.1));
+}
+
+#[test]
 fn an_empty_grant_arrives_with_its_empty_part() {
     let table = SlotTable::new(1);
     let nothing = Grid { tokens: 0, ..GRID };

@@ -177,7 +177,8 @@ pub enum Close {
     AlreadyArrived,
     /// Closed and fenced: no byte lands any more.
     Fenced,
-    /// Closed; a data thread is inside. [`SlotTable::fenced`] turns true when it has left.
+    /// Closed; a data thread is inside, or the writer was admitted and is not known to be quiet. [`SlotTable::fenced`]
+    /// turns true when it has left, and is.
     Waiting,
     /// No such slot or generation.
     Gone,
@@ -194,8 +195,10 @@ pub struct SlotProgress {
     pub arrived: bool,
     /// The user message, if it is whole.
     pub message: Option<Arc<[u8]>>,
-    /// Who may write: given at opening, or the first that did.
+    /// Who may write: given at opening, or the first that did or was admitted.
     pub writer: Option<Incarnation>,
+    /// The writer's device may write by itself: [`SlotTable::admit`].
+    pub admitted: bool,
 }
 
 /// A chunk by name, as in a lane fence.

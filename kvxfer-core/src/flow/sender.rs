@@ -1,7 +1,7 @@
 //! The sending side of one link: which transfer's chunk goes on a lane next, and what becomes of it.
 
 use std::cmp::Reverse;
-use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::collections::{BTreeSet, BinaryHeap, HashMap, VecDeque};
 use std::fmt;
 
 use super::lane_window::LaneWindow;
@@ -11,6 +11,7 @@ use super::{
     SendEvent, SendPart, SendSpec, TransferId,
 };
 use crate::error::{Error, ErrorKind, Result};
+use crate::id::{Generation, SlotId};
 use crate::mutants::{self, Mutant};
 use crate::time::Time;
 
@@ -25,6 +26,8 @@ pub struct LinkSender {
     // A chunk's bytes, at most; also what a transfer may send in one round, so that each turn sends something.
     chunk_bytes_max: u32,
     transfers: HashMap<TransferId, Transfer>,
+    // One-sided transfers that write, by the peer's slot.
+    writes: BTreeSet<(SlotId, Generation, TransferId)>,
     lanes: Vec<Lane>,
     lanes_up: u64,
     // Highest priority first; one for each priority ever used (at most 256).
@@ -53,6 +56,8 @@ struct Lane {
 struct Outstanding {
     transfer: TransferId,
     chunk: ChunkName,
+    // The chunk is read into a slot of this endpoint: it says nothing of the peer's slot with the same name.
+    read: bool,
 }
 
 /// A lost lane whose chunks are in doubt until the receiver has fenced it.
@@ -91,6 +96,7 @@ impl LinkSender {
         };
         LinkSender {
             transfers: HashMap::new(),
+            writes: BTreeSet::new(),
             lanes: (0..config.lanes).map(|_| lane()).collect(),
             lanes_up: 0,
             classes: Vec::new(),
@@ -149,7 +155,12 @@ impl LinkSender {
             );
         }
         self.submissions += 1;
-        self.transfers.insert(id, Transfer::new(spec, self.submissions));
+        let (slot, generation, one_sided) = (spec.slot, spec.generation, spec.remote.is_some());
+        let transfer = Transfer::new(spec, self.submissions);
+        if one_sided && !transfer.is_read() {
+            self.writes.insert((slot, generation, id));
+        }
+        self.transfers.insert(id, transfer);
         self.settle(id);
         Ok(())
     }
@@ -199,23 +210,38 @@ impl LinkSender {
 
     /// An acknowledgement read from a lane. One that the lane does not owe is ignored.
     pub fn acknowledged(&mut self, lane: LaneName, chunk: ChunkName, state: ChunkState, now: Time) {
-        let Some(entry) = self.lanes.get_mut(usize::from(lane.index)) else {
-            return;
-        };
-        if !entry.up || entry.epoch != lane.epoch {
-            return;
-        }
-        let Some(place) = entry.outstanding.iter().position(|sent| sent.chunk == chunk) else {
-            return;
-        };
-        let Some(sent) = entry.outstanding.remove(place) else {
-            return;
-        };
-        entry.window.acknowledged(chunk.length, now);
-        if let Some(transfer) = self.transfers.get_mut(&sent.transfer) {
-            transfer.outstanding -= 1;
-        }
-        self.resolve(&sent, state);
+        self.sent_chunk_is(lane, |sent| sent.chunk == chunk, state, now);
+    }
+
+    /// The same for one-sided links, where this side's device says what became of a chunk. It is found by its transfer
+    /// too: a chunk that is read into a slot of this endpoint may have the name of one that is written into the peer's.
+    pub fn completed(&mut self, lane: LaneName, transfer: TransferId, chunk: ChunkName, state: ChunkState, now: Time) {
+        self.sent_chunk_is(
+            lane,
+            |sent| sent.transfer == transfer && sent.chunk == chunk,
+            state,
+            now,
+        );
+    }
+
+    /// One-sided links: the peer says that its slot has arrived. Ends what writes into it with `Arrived`.
+    pub fn slot_arrived(&mut self, slot: SlotId, generation: Generation) {
+        self.end_writes(slot, generation, ChunkState::Arrived);
+    }
+
+    /// One-sided links: the peer says that its slot is closed, gone or another's. Ends what writes into it with
+    /// `Refused`: nothing more is sent. What is on its way stays [`outstanding`](Self::outstanding).
+    pub fn slot_refused(&mut self, slot: SlotId, generation: Generation) {
+        self.end_writes(slot, generation, ChunkState::Refused);
+    }
+
+    /// One-sided links: chunks written into this slot of the peer's that may not have landed yet: outstanding on a lane, or
+    /// in doubt. Those of transfers that were forgotten count too.
+    pub fn outstanding(&self, slot: SlotId, generation: Generation) -> u32 {
+        let on_lanes = self.lanes.iter().flat_map(|lane| &lane.outstanding);
+        let in_doubt = self.doubts.iter().flat_map(|doubt| &doubt.chunks);
+        let named = |sent: &&Outstanding| !sent.read && sent.chunk.slot == slot && sent.chunk.generation == generation;
+        on_lanes.chain(in_doubt).filter(named).count() as u32
     }
 
     /// A lane's connection is up.
@@ -239,7 +265,8 @@ impl LinkSender {
     }
 
     /// A lane's connection is gone and its thread has left it: its outstanding chunks, now in doubt until
-    /// [`lane_fenced`](Self::lane_fenced).
+    /// [`lane_fenced`](Self::lane_fenced). Chunks that are read are neither returned nor in doubt: it was this side's
+    /// device that would have placed them, and it has let go of the lane. They are read again.
     pub fn lane_lost(&mut self, lane: LaneName) -> Vec<ChunkName> {
         let Some(entry) = self.lanes.get_mut(usize::from(lane.index)) else {
             return Vec::new();
@@ -250,7 +277,22 @@ impl LinkSender {
         entry.up = false;
         entry.window.clear();
         self.lanes_up -= 1;
-        let chunks = std::mem::take(&mut entry.outstanding);
+        let outstanding = std::mem::take(&mut entry.outstanding);
+        let (reads, chunks): (VecDeque<_>, VecDeque<_>) = outstanding.into_iter().partition(|sent| sent.read);
+        for sent in &reads {
+            if let Some(transfer) = self.transfers.get_mut(&sent.transfer) {
+                transfer.outstanding -= 1;
+            }
+            let applied = mutants::is(Mutant::TakeLostReads);
+            self.resolve(
+                sent,
+                if applied {
+                    ChunkState::Applied
+                } else {
+                    ChunkState::Missing
+                },
+            );
+        }
         let names = chunks.iter().map(|sent| sent.chunk).collect();
         for sent in &chunks {
             if let Some(transfer) = self.transfers.get_mut(&sent.transfer) {
@@ -363,16 +405,50 @@ impl LinkSender {
         }
         transfer.deficit = transfer.deficit.saturating_sub(u64::from(length));
         let chunk = transfer.take_chunk(length);
+        let read = transfer.is_read();
         if let Some(chunk) = &chunk {
             let lane = &mut self.lanes[usize::from(lane)];
             lane.window.sent(length, now);
             lane.outstanding.push_back(Outstanding {
                 transfer: id,
                 chunk: chunk.header.name(),
+                read,
             });
         }
         self.settle(id);
         chunk
+    }
+
+    /// What became of a chunk that is outstanding on a lane.
+    fn sent_chunk_is(&mut self, lane: LaneName, is_it: impl Fn(&Outstanding) -> bool, state: ChunkState, now: Time) {
+        let Some(entry) = self.lanes.get_mut(usize::from(lane.index)) else {
+            return;
+        };
+        if !entry.up || entry.epoch != lane.epoch {
+            return;
+        }
+        let Some(place) = entry.outstanding.iter().position(is_it) else {
+            return;
+        };
+        let Some(sent) = entry.outstanding.remove(place) else {
+            return;
+        };
+        entry.window.acknowledged(sent.chunk.length, now);
+        if let Some(transfer) = self.transfers.get_mut(&sent.transfer) {
+            transfer.outstanding -= 1;
+        }
+        self.resolve(&sent, state);
+    }
+
+    /// Ends every transfer that writes into this slot of the peer's.
+    fn end_writes(&mut self, slot: SlotId, generation: Generation, state: ChunkState) {
+        let first = (slot, generation, TransferId(0));
+        let last = (slot, generation, TransferId(u64::MAX));
+        let ids: Vec<TransferId> = self.writes.range(first..=last).map(|write| write.2).collect();
+        for id in ids {
+            self.end(id, state);
+            self.settle(id);
+        }
     }
 
     fn resolve_doubt(&mut self, sent: &Outstanding, state: ChunkState) {
@@ -387,17 +463,24 @@ impl LinkSender {
             return;
         };
         transfer.resolve(&sent.chunk, state);
+        self.end(sent.transfer, state);
+        self.settle(sent.transfer);
+    }
+
+    /// Reports the end of a transfer, once, if this state of its slot is one.
+    fn end(&mut self, id: TransferId, state: ChunkState) {
         let end = match state {
-            ChunkState::Arrived => Some(SendEvent::Arrived(sent.transfer)),
-            ChunkState::Refused => Some(SendEvent::Refused(sent.transfer)),
-            ChunkState::Applied | ChunkState::Missing => None,
+            ChunkState::Arrived => SendEvent::Arrived(id),
+            ChunkState::Refused => SendEvent::Refused(id),
+            ChunkState::Applied | ChunkState::Missing => return,
         };
-        if let Some(end) = end.filter(|_| !transfer.ended) {
+        if let Some(transfer) = self.transfers.get_mut(&id)
+            && !transfer.ended
+        {
             transfer.ended = true;
             transfer.drop_work();
             self.events.push_back(end);
         }
-        self.settle(sent.transfer);
     }
 
     /// Brings a transfer's turn, place and events in line with what it has to do.
@@ -483,6 +566,8 @@ impl LinkSender {
 
     /// Takes a transfer that is being forgotten out of the counts.
     fn leave(&mut self, transfer: &mut Transfer) {
+        let spec = &transfer.spec;
+        self.writes.remove(&(spec.slot, spec.generation, spec.id));
         if transfer.turn.take().is_some() {
             self.turns -= 1;
         }

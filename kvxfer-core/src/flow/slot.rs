@@ -9,7 +9,7 @@ use super::extent::TakenExtents;
 use super::interval::{Coverage, IntervalSet};
 use super::{
     Applied, ByteStream, CHUNK_BYTES_MAX, ChunkHeader, ChunkName, ChunkState, Gate, MESSAGE_BYTES_MAX, MESSAGE_PART,
-    PartExtent, Placement, SlotProgress, SlotWatcher,
+    OwnedGateGuard, PartExtent, Placement, SlotProgress, SlotWatcher,
 };
 use crate::error::{Destination as Blocks, Error, ErrorKind, Result};
 use crate::id::{Incarnation, PoolId};
@@ -85,6 +85,8 @@ pub(super) struct LiveSlot {
     pool: PoolId,
     watcher: Option<Arc<dyn SlotWatcher>>,
     gate: Arc<Gate>,
+    // The writer's device may write by itself: it counts as somebody inside until it is known to be quiet.
+    admitted: Option<OwnedGateGuard>,
     phase: Phase,
     total_bytes: u64,
     applied_bytes: u64,
@@ -135,6 +137,7 @@ impl LiveSlot {
             pool,
             watcher,
             gate: Gate::new(),
+            admitted: None,
             phase: Phase::Open,
             total_bytes,
             applied_bytes: 0,
@@ -162,7 +165,27 @@ impl LiveSlot {
             arrived: self.phase == Phase::Arrived,
             message: self.whole_message.clone(),
             writer: self.writer,
+            admitted: self.admitted.is_some(),
         }
+    }
+
+    /// Lets a peer's device write by itself from now on. False if the slot is not open, or another peer's.
+    pub(super) fn admit(&mut self, from: Incarnation) -> bool {
+        let writer = self.writer.unwrap_or(from);
+        if self.phase != Phase::Open || (writer != from && !mutants::is(Mutant::IgnoreWriter)) {
+            return false;
+        }
+        self.writer = Some(writer);
+        if self.admitted.is_none() && !mutants::is(Mutant::AdmitWithoutGate) {
+            self.admitted = self.gate.enter_owned();
+        }
+        true
+    }
+
+    /// The admitted peer's device writes no more, until it is admitted anew. True if the slot has ended and is fenced.
+    pub(super) fn remote_quiet(&mut self) -> bool {
+        self.admitted = None;
+        self.phase != Phase::Open && self.gate.fenced()
     }
 
     /// Decides about a chunk before any byte of it is placed.
@@ -219,10 +242,11 @@ impl LiveSlot {
             return Ok(Placement::Scrap(ChunkState::Applied));
         };
         match filling.applied.coverage(range.clone()) {
-            Coverage::None => {}
+            // Partly in place: an earlier link cut the part into other chunks. The same bytes are placed once more, which
+            // does no harm while the slot is open, and only what is new counts.
+            Coverage::None | Coverage::Partial => {}
             Coverage::Full if mutants::is(Mutant::CountTwice) => {}
             Coverage::Full => return Ok(Placement::Scrap(ChunkState::Applied)),
-            Coverage::Partial => return Err(broken("some of its bytes are in place and some are not".into())),
         }
         let overlaps =
             |&&(offset, length): &&(u64, u32)| offset < range.end && range.start < offset + u64::from(length);
@@ -463,7 +487,9 @@ impl LiveSlot {
         }
         self.phase = Phase::Arrived;
         if !mutants::is(Mutant::AckEarly) && !mutants::is(Mutant::CountTwice) {
-            // Nobody is inside: every byte is applied, and a byte is either applied or being placed, never both.
+            // Nobody is inside: every byte is applied, and a byte is either applied or being placed, never both. That
+            // holds for an admitted writer too: what it wrote is counted by its closes, and all are counted.
+            self.admitted = None;
             self.gate.close();
             self.let_go();
         }

@@ -145,6 +145,23 @@ impl SlotTable {
         applied
     }
 
+    /// Lets a peer's device write into the slot by itself (one-sided transports), and binds the slot to that peer as
+    /// [`begin`](Self::begin) does. From now on the peer counts as somebody inside the slot's gate, until the slot
+    /// arrives or [`remote_quiet`](Self::remote_quiet) says otherwise: [`close`](Self::close) answers `Waiting`. False if
+    /// the slot is closed, gone, has arrived or is another peer's. Admitting the same peer again is harmless.
+    pub fn admit(&self, from: Incarnation, slot: SlotId, generation: Generation) -> bool {
+        self.live(slot, generation)
+            .is_some_and(|mut live| live.get().admit(from))
+    }
+
+    /// The admitted peer's device is known to write no more into the slot: the peer said so, or its lanes to this endpoint
+    /// are fenced. It must be admitted anew before it writes again, so call this for an open slot only when the link
+    /// itself has ended. True if the slot has ended and is fenced now; false too if it is gone.
+    pub fn remote_quiet(&self, slot: SlotId, generation: Generation) -> bool {
+        self.live(slot, generation)
+            .is_some_and(|mut live| live.get().remote_quiet())
+    }
+
     /// Closes the slot, unless it has arrived.
     pub fn close(&self, slot: SlotId, generation: Generation) -> Close {
         let Some(mut live) = self.live(slot, generation) else {

@@ -4,7 +4,8 @@ use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
 use super::{
-    ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, MESSAGE_PART, PartExtent, Payload, SendPart, SendSpec,
+    ByteStream, Chunk, ChunkHeader, ChunkName, ChunkState, Direction, MESSAGE_PART, PartExtent, Payload, SendPart,
+    SendSpec,
 };
 use crate::mutants::{self, Mutant};
 use crate::time::Time;
@@ -103,6 +104,14 @@ impl Transfer {
                 unapplied: 0,
             },
         );
+    }
+
+    /// Whether its chunks are read into a slot of this endpoint, instead of written into the peer's.
+    pub(super) fn is_read(&self) -> bool {
+        self.spec
+            .remote
+            .as_ref()
+            .is_some_and(|remote| remote.direction == Direction::Read)
     }
 
     /// Whether it takes new work: not ended, not stopped, not past its deadline.

@@ -127,6 +127,16 @@ impl PoolLayout {
         Ok(())
     }
 
+    /// What of a selection holds these tokens, by whole blocks; and the state blocks, if they are meant too.
+    pub(crate) fn restrict(&self, selection: &Selection, tokens: (u32, u32), states: bool) -> Selection {
+        let groups = selection.groups.iter().zip(self.cache_groups());
+        Selection {
+            groups: groups
+                .map(|(chosen, group)| restrict(group, chosen, tokens, states))
+                .collect(),
+        }
+    }
+
     pub(crate) fn check_group_count(&self, selection: &Selection) -> Result<()> {
         if selection.groups.len() == self.groups() {
             return Ok(());
@@ -187,6 +197,32 @@ impl PoolLayout {
             )));
         }
         Ok(())
+    }
+}
+
+fn restrict(group: &CacheGroup, chosen: &GroupSelection, tokens: (u32, u32), states: bool) -> GroupSelection {
+    if group.geometry.is_state() {
+        return if states {
+            chosen.clone()
+        } else {
+            GroupSelection::default()
+        };
+    }
+    let tokens_per_block = group.geometry.tokens_per_block;
+    let first_block = chosen.first_token / tokens_per_block;
+    let start = (tokens.0 / tokens_per_block).max(first_block);
+    let end = tokens
+        .1
+        .min(chosen.token_end)
+        .div_ceil(tokens_per_block)
+        .min(first_block.saturating_add(chosen.blocks.len() as u32));
+    if start >= end {
+        return GroupSelection::default();
+    }
+    GroupSelection {
+        first_token: chosen.first_token.max(start * tokens_per_block),
+        token_end: chosen.token_end.min(end.saturating_mul(tokens_per_block)),
+        blocks: chosen.blocks[(start - first_block) as usize..(end - first_block) as usize].to_vec(),
     }
 }
 

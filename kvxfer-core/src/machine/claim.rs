@@ -9,7 +9,7 @@ use super::timers::TimerKey;
 use super::types::{Action, ClaimOptions, HandleId, Notice, Outcome};
 use super::{Ending, Machine};
 use crate::error::{Error, ErrorKind, Result};
-use crate::flow::PartExtent;
+use crate::flow::TransferId;
 use crate::id::{Incarnation, PoolId};
 use crate::layout::{PoolLayout, Selection};
 use crate::mutants::{self, Mutant};
@@ -18,6 +18,9 @@ use crate::time::Time;
 use crate::wire::{Access, ClaimMessage, EndpointAddress, Grant, Message, Verdict};
 
 mod progress;
+mod pull;
+
+pub(super) use pull::ReadyPart;
 
 /// An open claim.
 #[derive(Debug)]
@@ -45,6 +48,10 @@ struct Source {
     matched: Option<Match>,
     need: Need,
     slot: Option<SlotKey>,
+    /// What of the pool the slot is for.
+    target: Option<Arc<Target>>,
+    /// What this endpoint's device reads into it.
+    read: Option<TransferId>,
     arrived: bool,
     validating: bool,
     validated: bool,
@@ -61,6 +68,7 @@ enum Place {
 #[derive(Debug, Clone)]
 struct Match {
     attempt: u32,
+    pool: PoolId,
     layout: Arc<PoolLayout>,
 }
 
@@ -186,6 +194,8 @@ impl Machine {
                 matched: None,
                 need: Need::Open,
                 slot: None,
+                target: None,
+                read: None,
                 arrived: false,
                 validating: false,
                 validated: false,
@@ -409,6 +419,7 @@ impl Machine {
         };
         source.matched = Some(Match {
             attempt,
+            pool,
             layout: advert.layout,
         });
         claim_state.since = now;
@@ -446,11 +457,16 @@ impl Machine {
             }
             return Ok(());
         }
+        let read = source.read.take();
         if let Some(slot) = source.slot.take() {
             source.voided.push(slot);
             self.close_slot(slot);
             self.fencing.insert(id);
-            self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+            let limit = self.fence_limit([peer]);
+            self.timers.set(TimerKey::Fence(id), now + limit);
+        }
+        if let Some(read) = read {
+            self.stop_transfer(now, read, None);
         }
         self.actions.push_back(Action::Notice {
             handle: id,
@@ -478,35 +494,6 @@ impl Machine {
         Ok(())
     }
 
-    /// Pull: a part may be read.
-    pub(super) fn part_ready(
-        &mut self,
-        now: Time,
-        peer: Incarnation,
-        claim: u64,
-        attempt: u32,
-        part: u32,
-        _extent: PartExtent,
-    ) -> Result<()> {
-        let Some(claim_state) = self.open_claim(claim) else {
-            return Ok(());
-        };
-        if !claim_state.options.pull {
-            return Err(protocol("a part to pull for a claim that is pushed"));
-        }
-        let current = claim_state.source_of(peer).is_some_and(|source| {
-            source.slot.is_some()
-                && source
-                    .matched
-                    .as_ref()
-                    .is_some_and(|matched| matched.attempt == attempt)
-        });
-        if current {
-            self.send(now, peer, Message::ReadPart { claim, attempt, part });
-        }
-        Ok(())
-    }
-
     pub(super) fn claim_validated(&mut self, now: Time, peer: Incarnation, claim: u64, live: bool) -> Result<()> {
         let id = HandleId(claim);
         let Some(claim_state) = self.open_claim(claim) else {
@@ -529,18 +516,21 @@ impl Machine {
     }
 
     pub(super) fn claim_slot_arrived(&mut self, now: Time, id: HandleId, peer: Incarnation, slot: SlotKey) {
-        let Some(claim) = self.claims.get_mut(&id) else { return };
+        let Some(claim) = self.claims.get(&id) else { return };
         if claim.ending.is_some() {
             return;
         }
         let pull = claim.options.pull;
+        let unasked = mutants::is(Mutant::SkipValidateOfReads) && self.path_is_one_sided(peer);
+        let Some(claim) = self.claims.get_mut(&id) else { return };
         let Some(source) = claim.source_of(peer) else { return };
         if source.slot != Some(slot) || source.arrived {
             return;
         }
         source.arrived = true;
         let attempt = source.matched.as_ref().map_or(0, |matched| matched.attempt);
-        if pull {
+        source.validated = unasked;
+        if pull && !unasked {
             source.validating = true;
             self.send(
                 now,

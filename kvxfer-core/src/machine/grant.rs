@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use super::links::TransferOwner;
+use super::links::{RemoteSide, TransferOwner};
 use super::slots::{SlotKey, SlotOwner, maybe_written, quarantined, unknown};
 use super::timers::TimerKey;
 use super::types::{GrantOptions, HandleId, Outcome};
@@ -46,7 +46,8 @@ pub(super) struct Serve {
 struct Reader {
     peer: Incarnation,
     read: u64,
-    into: GrantName,
+    /// Its slot, if it was sent to and not read by its own device.
+    into: Option<GrantName>,
     transfer: Option<TransferId>,
     /// The reader was told that what it has is good.
     validated: bool,
@@ -104,7 +105,7 @@ impl Machine {
         let name = match access {
             Access::Write => {
                 let owner = SlotOwner::Grant(id);
-                let slot = self.open_slot(owner, options.holder, pool, Arc::new(target.clone()), watcher)?;
+                let slot = self.open_slot(owner, options.holder, false, pool, Arc::new(target.clone()), watcher)?;
                 self.grants.insert(
                     id,
                     WriteGrant {
@@ -193,7 +194,9 @@ impl Machine {
         }
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
-        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        let writer = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
+        let limit = self.fence_limit(writer);
+        self.timers.set(TimerKey::Fence(id), now + limit);
         self.fences_changed = true;
     }
 
@@ -275,16 +278,7 @@ impl Machine {
     }
 
     fn begin_read(&mut self, now: Time, peer: Incarnation, read: u64, name: GrantName, into: Grant) -> Result<()> {
-        let gone = || {
-            Error::new(ErrorKind::NotOffered, format!("read grant {name}"))
-                .because("it has ended, was used, or was never made")
-                .remedy("ask its owner for a new one")
-        };
-        let id = *self.serve_names.get(&name).ok_or_else(gone)?;
-        let serve = self.serves.get(&id).ok_or_else(gone)?;
-        if serve.reader.is_some() || serve.ending.is_some() || serve.holder.is_some_and(|holder| holder != peer) {
-            return Err(gone());
-        }
+        let (id, serve) = self.readable(peer, read, name)?;
         let own = self.pool(serve.pool)?;
         let advert = self.peers.get(&peer).and_then(|peer| peer.pools.get(&into.pool));
         let Some(layout) = advert
@@ -302,7 +296,11 @@ impl Machine {
         let (gate, regions) = (serve.gate.clone(), own.regions.clone());
         let until = now + std::time::Duration::from_millis(into.remaining_ms);
         let to = into.name;
-        let transfer = self.begin_transfer(peer, TransferOwner::Serve(id), |id| SendSpec {
+        let remote = RemoteSide {
+            pool: into.pool,
+            written: Some((layout, target)),
+        };
+        let transfer = self.begin_transfer(peer, TransferOwner::Serve(id), remote, |id| SendSpec {
             id,
             slot: to.slot,
             generation: to.generation,
@@ -319,7 +317,7 @@ impl Machine {
             serve.reader = Some(Reader {
                 peer,
                 read,
-                into: to,
+                into: Some(to),
                 transfer: Some(transfer),
                 validated: false,
             });
@@ -332,6 +330,42 @@ impl Machine {
         };
         self.add_part(now, transfer, part);
         Ok(())
+    }
+
+    /// A peer's device reads the blocks of a read grant.
+    pub(super) fn read_direct_requested(&mut self, now: Time, peer: Incarnation, read: u64, name: GrantName) {
+        let id = match self.readable(peer, read, name) {
+            Ok((id, _)) => id,
+            Err(error) => {
+                self.send(now, peer, Message::ReadRefused { read, error });
+                return;
+            }
+        };
+        if let Some(serve) = self.serves.get_mut(&id) {
+            serve.since = now;
+            serve.reader = Some(Reader {
+                peer,
+                read,
+                into: None,
+                transfer: None,
+                validated: false,
+            });
+        }
+    }
+
+    /// The read grant, if this peer may read it now: once, or again in another way if its device could not.
+    fn readable(&self, peer: Incarnation, read: u64, name: GrantName) -> Result<(HandleId, &Serve)> {
+        let other = |reader: Reader| (reader.peer, reader.read, reader.into) != (peer, read, None);
+        self.serve_names
+            .get(&name)
+            .and_then(|id| Some((*id, self.serves.get(id)?)))
+            .filter(|(_, serve)| !serve.reader.is_some_and(other) && serve.ending.is_none() && serve.decided.is_none())
+            .filter(|(_, serve)| serve.holder.is_none_or(|holder| holder == peer))
+            .ok_or_else(|| {
+                Error::new(ErrorKind::NotOffered, format!("read grant {name}"))
+                    .because("it has ended, was used, or was never made")
+                    .remedy("ask its owner for a new one")
+            })
     }
 
     pub(super) fn validate_read(&mut self, now: Time, peer: Incarnation, read: u64) {
@@ -364,8 +398,10 @@ impl Machine {
     pub(super) fn serve_transfer_over(&mut self, now: Time, id: HandleId) {
         if let Some(reader) = self.serves.get_mut(&id).and_then(|serve| serve.reader.as_mut()) {
             reader.transfer = None;
-            let (peer, into) = (reader.peer, reader.into);
-            self.acknowledge_verdict(now, peer, into);
+            let peer = reader.peer;
+            if let Some(into) = reader.into {
+                self.acknowledge_verdict(now, peer, into);
+            }
         }
         self.look_at_serve_fence(now, id);
     }
@@ -387,9 +423,10 @@ impl Machine {
             serve.gate.close();
             serve.decided = Some(result);
         }
+        let limit = self.fence_limit([peer]);
         if self.fencing.insert(id) {
             self.timers.clear(TimerKey::Deadline(id));
-            self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+            self.timers.set(TimerKey::Fence(id), now + limit);
         }
         self.look_at_serve_fence(now, id);
     }
@@ -405,7 +442,8 @@ impl Machine {
         let reader = serve.reader;
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
-        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        let limit = self.fence_limit(reader.map(|reader| reader.peer));
+        self.timers.set(TimerKey::Fence(id), now + limit);
         if let Some(reader) = reader {
             if let Some(transfer) = reader.transfer {
                 self.stop_transfer(now, transfer, None);
@@ -459,9 +497,10 @@ impl Machine {
         self.serve_names.remove(&serve.name);
         self.forget_timers(id);
         if let Some(reader) = serve.reader {
-            match reader.transfer {
-                Some(transfer) => self.stop_transfer(now, transfer, Some(reader.into)),
-                None => self.acknowledge_verdict(now, reader.peer, reader.into),
+            match (reader.transfer, reader.into) {
+                (Some(transfer), into) => self.stop_transfer(now, transfer, into),
+                (None, Some(into)) => self.acknowledge_verdict(now, reader.peer, into),
+                (None, None) => {}
             }
         }
         self.complete(id, result);

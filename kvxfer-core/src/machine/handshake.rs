@@ -2,7 +2,6 @@
 
 use std::collections::BTreeSet;
 use std::net::SocketAddr;
-use std::sync::Arc;
 
 use super::config::{ACKNOWLEDGE_EVERY, HANDSHAKES_MAX, VERSIONS};
 use super::peers::{Peer, PeerPool, lost};

@@ -1,27 +1,41 @@
 //! Links to peers, the transfers on them, and the relay of lane fences.
 
+use std::sync::Arc;
+
 use super::Machine;
 use super::config::RETRY_AFTER;
 use super::timers::TimerKey;
-use super::types::{Action, HandleId, LinkCommand, PeerChange};
+use super::types::{Action, HandleId, LinkCommand};
 use crate::error::{Error, ErrorKind, Result};
-use crate::flow::{ChunkName, ChunkState, LaneName, SendEvent, SendPart, SendSpec, TransferId};
-use crate::id::{GrantName, Incarnation};
+use crate::flow::{ChunkName, ChunkState, Direction, LaneName, SendEvent, SendPart, SendSpec, TransferId};
+use crate::id::{GrantName, Incarnation, PoolId};
+use crate::layout::PoolLayout;
 use crate::mutants::{self, Mutant};
+use crate::plan::Target;
 use crate::time::Time;
-use crate::transport::{LinkEvent, LinkPeer};
+use crate::transport::LinkEvent;
 use crate::wire::Message;
 use crate::wire::lane::LaneHello;
+
+mod choose;
+mod one_sided;
+
+pub(super) use choose::TransportFailure;
 
 /// The link to one peer, from `ConnectLink` to `LinkEvent::Closed`. It may outlive the session it was made for.
 #[derive(Debug)]
 pub(super) struct LinkState {
     /// Which link to this peer it is.
     pub(super) epoch: u64,
+    pub(super) transport: String,
+    /// Its transport writes and reads the peer's memory itself.
+    pub(super) one_sided: bool,
     /// A lane is, or was, up.
     pub(super) up: bool,
-    /// `CloseLink` was said.
+    /// `CloseLink` was said, or it failed and closes itself.
     pub(super) closing: bool,
+    /// It failed: what it was given goes to the next one.
+    failed: bool,
     pub(super) since: Time,
 }
 
@@ -34,6 +48,10 @@ pub(super) enum TransferOwner {
     Push(HandleId),
     /// A read grant that is being read.
     Serve(HandleId),
+    /// What this endpoint's device reads of a source, for a claim.
+    ClaimRead(HandleId, Incarnation),
+    /// What this endpoint's device reads, for a pull.
+    PullRead(HandleId),
 }
 
 /// How far a transfer is on its link.
@@ -54,98 +72,32 @@ pub(super) struct LinkTransfer {
     pub(super) peer: Incarnation,
     pub(super) owner: TransferOwner,
     pub(super) phase: LinkPhase,
+    // Without what only one-sided links need: that is made for the link which gets it.
     spec: SendSpec,
-    // Kept, so that a link without room can be asked again.
+    remote: RemoteSide,
+    // Kept, so that a link without room, or the next link, can be asked again.
     parts: Vec<SendPart>,
     // Acknowledged to the owner of the slot once nothing of this transfer is outstanding.
     acknowledge: Option<GrantName>,
 }
 
+/// The other side of a transfer, for links that reach it themselves.
+#[derive(Debug, Clone)]
+pub(super) struct RemoteSide {
+    /// The peer's pool.
+    pub(super) pool: PoolId,
+    /// What of it is written. What is read, the parts say.
+    pub(super) written: Option<(Arc<PoolLayout>, Arc<Target>)>,
+}
+
+impl LinkTransfer {
+    /// How many parts it has, and the last one's number.
+    pub(super) fn parts_so_far(&self) -> (usize, Option<u32>) {
+        (self.parts.len(), self.parts.last().map(|part| part.part))
+    }
+}
+
 impl Machine {
-    /// Makes the link if there is none and the peer is known to be ready for it.
-    pub(super) fn open_link(&mut self, now: Time, incarnation: Incarnation) {
-        if self.links.contains_key(&incarnation) || self.shutdown_over {
-            return;
-        }
-        let Some(peer) = self.peers.get_mut(&incarnation) else {
-            return;
-        };
-        let Some(session) = peer.session.as_ref().filter(|session| session.confirmed) else {
-            return;
-        };
-        let ours = self
-            .transports
-            .iter()
-            .map(|own| (own.name.clone(), own.advert.clone()))
-            .collect();
-        let (first, second) = if session.dialer {
-            (&ours, &peer.transports)
-        } else {
-            (&peer.transports, &ours)
-        };
-        let mut refused = Vec::new();
-        let mut taken = None;
-        for (name, _) in first {
-            if second.iter().any(|(other, _)| other == name) {
-                taken = Some(name.clone());
-                break;
-            }
-            refused.push((name.clone(), "the other side does not have it".to_string()));
-        }
-        peer.transport.clone_from(&taken);
-        peer.transports_refused.clone_from(&refused);
-        let transport = taken.clone();
-        self.actions.push_back(Action::Peer {
-            peer: incarnation,
-            change: PeerChange::Path {
-                transport: taken,
-                refused,
-            },
-        });
-        let Some(transport) = transport else { return };
-        let advert = peer
-            .transports
-            .iter()
-            .find(|(name, _)| *name == transport)
-            .map(|(_, advert)| advert.clone())
-            .unwrap_or_default();
-        self.link_epoch += 1;
-        self.links.insert(
-            incarnation,
-            LinkState {
-                epoch: self.link_epoch,
-                up: false,
-                closing: false,
-                since: now,
-            },
-        );
-        self.actions.push_back(Action::ConnectLink {
-            transport,
-            peer: LinkPeer {
-                incarnation,
-                local: self.incarnation,
-                addresses: peer.address.sockets.clone(),
-                advert,
-                token: session.token,
-                dials: session.dialer,
-            },
-        });
-        for (lane, chunks) in std::mem::take(&mut peer.pending_fences) {
-            self.actions.push_back(Action::Link {
-                peer: incarnation,
-                command: LinkCommand::FenceLane(lane, chunks),
-            });
-        }
-        self.pump(now, incarnation);
-    }
-
-    pub(super) fn transport_adverts(&self) -> Vec<(String, Vec<u8>)> {
-        self.transports
-            .iter()
-            .map(|own| (own.name.clone(), own.advert.clone()))
-            .collect()
-    }
-
     /// Closes the link. What it touches is fenced once `LinkEvent::Closed` has come.
     pub(super) fn close_link(&mut self, now: Time, incarnation: Incarnation) {
         let Some(link) = self.links.get_mut(&incarnation) else {
@@ -189,44 +141,30 @@ impl Machine {
                     self.send(now, incarnation, Message::LaneFenced { lane, chunks });
                 }
             }
-            LinkEvent::SlotQuiet | LinkEvent::Message(_) | LinkEvent::Failed(_) => {}
+            LinkEvent::SlotQuiet => {}
+            LinkEvent::Message(body) => self.tell_other_end(now, incarnation, body),
+            LinkEvent::Failed(error) => self.own_transport_failed(now, incarnation, &error),
             LinkEvent::SlotArrived { slot, generation } => self.slot_arrived(now, (slot, generation)),
             LinkEvent::SlotCorrupt {
                 slot,
                 generation,
                 error,
             } => self.slot_corrupt(now, (slot, generation), error),
-            LinkEvent::Closed => {
-                if self.links.remove(&incarnation).is_some_and(|link| !link.closing) {
-                    self.link_gone(now, incarnation);
-                }
-                self.open_link(now, incarnation);
-            }
+            LinkEvent::Closed => self.link_closed(now, incarnation),
         }
         self.look_at_fences(now);
     }
 
-    pub(super) fn on_link_failed(&mut self, now: Time, incarnation: Incarnation, error: Error) {
+    /// Nothing of the link touches blocks any more, at either end.
+    fn link_closed(&mut self, now: Time, incarnation: Incarnation) {
         let Some(link) = self.links.remove(&incarnation) else {
             return;
         };
-        if let Some(peer) = self.peers.get_mut(&incarnation) {
-            let transport = peer.transport.take().unwrap_or_default();
-            peer.transports_refused = vec![(transport, error.to_string())];
-            self.actions.push_back(Action::Peer {
-                peer: incarnation,
-                change: PeerChange::Path {
-                    transport: None,
-                    refused: peer.transports_refused.clone(),
-                },
-            });
-            let wait = self.random.jitter(self.config.backoff_max);
-            self.timers.set(TimerKey::Link(incarnation), now + wait);
-        }
-        if !link.closing {
+        self.slots_quiet(incarnation);
+        if !link.closing || link.failed {
             self.link_gone(now, incarnation);
         }
-        self.look_at_fences(now);
+        self.next_link(now, incarnation);
     }
 
     /// A link went that nobody closed: what it was given goes to the next one, what it was stopping has stopped.
@@ -240,15 +178,10 @@ impl Machine {
         for (id, phase) in given {
             match phase {
                 LinkPhase::Active => self.requeue(id),
-                LinkPhase::Stopping => self.transfer_is_over(now, id),
+                LinkPhase::Stopping => self.send_event(now, SendEvent::Quiet(id)),
                 LinkPhase::Empty | LinkPhase::Queued => {}
             }
         }
-    }
-
-    pub(super) fn on_link_timer(&mut self, now: Time, incarnation: Incarnation) {
-        self.open_link(now, incarnation);
-        self.pump(now, incarnation);
     }
 
     /// Relays the sender's wish: its lane was lost.
@@ -258,6 +191,9 @@ impl Machine {
         lane: LaneName,
         chunks: Vec<ChunkName>,
     ) -> Result<()> {
+        if self.speaks_of_an_earlier_link(incarnation) {
+            return Ok(());
+        }
         if self.links.get(&incarnation).is_some_and(|link| !link.closing) {
             self.actions.push_back(Action::Link {
                 peer: incarnation,
@@ -279,7 +215,9 @@ impl Machine {
         lane: LaneName,
         chunks: Vec<(ChunkName, ChunkState)>,
     ) {
-        if self.links.get(&incarnation).is_some_and(|link| !link.closing) {
+        if self.links.get(&incarnation).is_some_and(|link| !link.closing)
+            && !self.speaks_of_an_earlier_link(incarnation)
+        {
             self.actions.push_back(Action::Link {
                 peer: incarnation,
                 command: LinkCommand::LaneFenced(lane, chunks),
@@ -313,6 +251,7 @@ impl Machine {
         &mut self,
         peer: Incarnation,
         owner: TransferOwner,
+        remote: RemoteSide,
         make: impl FnOnce(TransferId) -> SendSpec,
     ) -> TransferId {
         let id = TransferId(self.next_transfer);
@@ -322,6 +261,7 @@ impl Machine {
             owner,
             phase: LinkPhase::Empty,
             spec: make(id),
+            remote,
             parts: Vec::new(),
             acknowledge: None,
         };
@@ -337,10 +277,13 @@ impl Machine {
         transfer.parts.push(part.clone());
         let peer = transfer.peer;
         match transfer.phase {
-            LinkPhase::Active => self.actions.push_back(Action::Link {
-                peer,
-                command: LinkCommand::AddPart(id, part),
-            }),
+            LinkPhase::Active => match self.part_for_link(id, part) {
+                Ok(part) => self.actions.push_back(Action::Link {
+                    peer,
+                    command: LinkCommand::AddPart(id, part),
+                }),
+                Err(error) => self.transfer_refused(now, id, error),
+            },
             LinkPhase::Empty => {
                 transfer.phase = LinkPhase::Queued;
                 let place = (u8::MAX - transfer.spec.priority, id);
@@ -354,31 +297,90 @@ impl Machine {
     }
 
     /// Gives waiting transfers to the link, as many as may be active.
-    pub(super) fn pump(&mut self, _now: Time, incarnation: Incarnation) {
-        if self.links.get(&incarnation).is_none_or(|link| link.closing)
-            || self.timers.is_set(TimerKey::Link(incarnation))
-        {
+    pub(super) fn pump(&mut self, now: Time, incarnation: Incarnation) {
+        // What is refused on the way makes room for the next: that is this loop's, not one inside it.
+        if std::mem::replace(&mut self.pumping, true) {
             return;
         }
-        let Some(peer) = self.peers.get_mut(&incarnation) else {
-            return;
-        };
-        while peer.active < self.config.grants_per_peer_max {
+        self.pump_all(now, incarnation);
+        self.pumping = false;
+    }
+
+    fn pump_all(&mut self, now: Time, incarnation: Incarnation) {
+        loop {
+            if self.links.get(&incarnation).is_none_or(|link| link.closing)
+                || self.timers.is_set(TimerKey::Link(incarnation))
+            {
+                return;
+            }
+            let Some(peer) = self.peers.get_mut(&incarnation) else {
+                return;
+            };
+            if peer.active >= self.config.grants_per_peer_max {
+                return;
+            }
             let Some((_, id)) = peer.queue.pop_first() else { return };
             let Some(transfer) = self.link_transfers.get_mut(&id) else {
                 continue;
             };
             transfer.phase = LinkPhase::Active;
             peer.active += 1;
-            self.actions.push_back(Action::Link {
-                peer: incarnation,
-                command: LinkCommand::Submit(transfer.spec.clone()),
-            });
-            for part in &transfer.parts {
-                self.actions.push_back(Action::Link {
-                    peer: incarnation,
-                    command: LinkCommand::AddPart(id, part.clone()),
-                });
+            if transfer.owner.direction() == Direction::Read && !self.path_is_one_sided(incarnation) {
+                self.ask_instead_of_reading(now, id);
+                continue;
+            }
+            if let Err(error) = self.give_to_link(incarnation, id) {
+                self.transfer_refused(now, id, error);
+            }
+        }
+    }
+
+    fn give_to_link(&mut self, incarnation: Incarnation, id: TransferId) -> Result<()> {
+        let Some(transfer) = self.link_transfers.get(&id) else {
+            return Ok(());
+        };
+        let mut spec = transfer.spec.clone();
+        let parts = transfer.parts.clone();
+        spec.remote = self.remote_for_link(id)?;
+        let parts: Vec<SendPart> = parts
+            .into_iter()
+            .map(|part| self.part_for_link(id, part))
+            .collect::<Result<_>>()?;
+        let submit = std::iter::once(LinkCommand::Submit(spec));
+        let commands = submit.chain(parts.into_iter().map(|part| LinkCommand::AddPart(id, part)));
+        self.actions.extend(commands.map(|command| Action::Link {
+            peer: incarnation,
+            command,
+        }));
+        Ok(())
+    }
+
+    /// The link cannot take a transfer, and never will: its owner ends with the reason.
+    fn transfer_refused(&mut self, now: Time, id: TransferId, error: Error) {
+        let Some(owner) = self.link_transfers.get(&id).map(|transfer| transfer.owner) else {
+            return;
+        };
+        self.transfer_is_over(now, id);
+        match owner {
+            TransferOwner::Member(peer, claim) => {
+                self.member_transfer_over(peer, claim, id);
+                self.end_member_from_source(now, peer, claim, error);
+            }
+            TransferOwner::Push(handle) => {
+                self.push_is_quiet(handle);
+                self.end_push(now, handle, error);
+            }
+            TransferOwner::Serve(handle) => {
+                self.serve_transfer_over(now, handle);
+                self.end_serve(now, handle, error);
+            }
+            TransferOwner::ClaimRead(handle, source) => {
+                self.claim_read_over(handle, source, id);
+                self.end_claim(now, handle, error);
+            }
+            TransferOwner::PullRead(handle) => {
+                self.pull_read_over(handle);
+                self.end_pull(now, handle, error);
             }
         }
     }
@@ -438,15 +440,7 @@ impl Machine {
                 self.timers.set_earlier(TimerKey::Link(incarnation), now + RETRY_AFTER);
                 self.requeue(id);
             }
-            LinkPhase::Active => {
-                let owner = transfer.owner;
-                self.transfer_is_over(now, id);
-                match owner {
-                    TransferOwner::Member(peer, claim) => self.end_member_from_source(now, peer, claim, error),
-                    TransferOwner::Push(handle) => self.end_push(now, handle, error),
-                    TransferOwner::Serve(handle) => self.end_serve(now, handle, error),
-                }
-            }
+            LinkPhase::Active => self.transfer_refused(now, id, error),
             LinkPhase::Empty | LinkPhase::Queued => {}
         }
         self.look_at_fences(now);
@@ -470,6 +464,7 @@ impl Machine {
             peer.active = 0;
             peer.queue.clear();
             peer.pending_fences.clear();
+            peer.pending_messages.clear();
         }
     }
 
@@ -494,6 +489,8 @@ impl Machine {
             TransferOwner::Push(handle) if !stopping => self.push_refused(now, handle),
             TransferOwner::Push(handle) => self.push_is_quiet(handle),
             TransferOwner::Serve(handle) => self.serve_transfer_over(now, handle),
+            TransferOwner::ClaimRead(handle, source) => self.claim_read_over(handle, source, id),
+            TransferOwner::PullRead(handle) => self.pull_read_over(handle),
         }
     }
 
@@ -502,7 +499,7 @@ impl Machine {
         match owner {
             TransferOwner::Member(peer, claim) => self.member_ended(now, peer, claim, crate::wire::Verdict::Arrived),
             TransferOwner::Push(handle) => self.push_arrived(now, handle),
-            TransferOwner::Serve(_) => {}
+            TransferOwner::Serve(_) | TransferOwner::ClaimRead(..) | TransferOwner::PullRead(_) => {}
         }
     }
 }

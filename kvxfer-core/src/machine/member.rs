@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::keys::EarlyEnd;
-use super::links::TransferOwner;
+use super::links::{RemoteSide, TransferOwner};
 use super::released::PartRange;
 use super::timers::TimerKey;
 use super::types::{Action, HandleId, MemberVerdict, Notice};
@@ -267,7 +267,12 @@ impl Machine {
         let deadline = offer.strict.map_or(until, |strict| strict.min(until));
         let regions = own.regions.clone();
         let name = grant.name;
-        let transfer = self.begin_transfer(peer, TransferOwner::Member(peer, claim), |id| SendSpec {
+        let target = Arc::new(grant.target);
+        let remote = RemoteSide {
+            pool: grant.pool,
+            written: Some((layout.clone(), target.clone())),
+        };
+        let transfer = self.begin_transfer(peer, TransferOwner::Member(peer, claim), remote, |id| SendSpec {
             id,
             slot: name.slot,
             generation: name.generation,
@@ -283,7 +288,7 @@ impl Machine {
             member.last_grant = Some(name);
             member.grant = Some(MemberGrant {
                 name,
-                target: Arc::new(grant.target),
+                target,
                 layout,
                 layers,
                 transfer: Some(transfer),
@@ -308,6 +313,7 @@ impl Machine {
     }
 
     fn give_part_to_member(&mut self, now: Time, peer: Incarnation, claim: u64, part: PartRange) -> Result<()> {
+        let one_sided = self.path_is_one_sided(peer);
         let Some(RemoteClaim::Member(member)) = self.remote_claims.get_mut(&(peer, claim)) else {
             return Ok(());
         };
@@ -349,6 +355,8 @@ impl Machine {
         let Some(transfer) = grant.transfer else { return Ok(()) };
         if pull {
             let told: Vec<(u32, PartExtent)> = made.iter().map(|part| (part.part, part.extent)).collect();
+            let blocks = one_sided.then(|| offer.source.clone());
+            let layout = own.layout.clone();
             grant.announced.extend(made.into_iter().map(|part| (part.part, part)));
             for (part, extent) in told {
                 self.send(
@@ -359,7 +367,7 @@ impl Machine {
                         attempt,
                         part,
                         extent,
-                        source: None,
+                        source: blocks.as_deref().and_then(|blocks| restricted(&layout, blocks, extent)),
                     },
                 );
             }
@@ -635,6 +643,18 @@ impl MemberGrant {
             }
         }
         runs
+    }
+}
+
+/// What of the source's blocks a part is in.
+fn restricted(layout: &PoolLayout, blocks: &Target, extent: PartExtent) -> Option<Target> {
+    match blocks {
+        Target::Selection { selection, scope } => Some(Target::Selection {
+            selection: layout.restrict(selection, (extent.token_start, extent.token_end), extent.states),
+            scope: scope.clone(),
+        }),
+        // Offers have selections.
+        Target::Descriptors(_) => None,
     }
 }
 

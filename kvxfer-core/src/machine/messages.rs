@@ -1,5 +1,6 @@
 //! What peers say on a session, to whom it goes.
 
+use super::claim::ReadyPart;
 use super::peers::PeerPool;
 use super::types::{Action, PeerChange};
 use super::{Machine, UseOwner};
@@ -7,8 +8,6 @@ use crate::error::{Error, ErrorKind, Result};
 use crate::id::{GrantName, Incarnation};
 use crate::time::Time;
 use crate::wire::{Message, Verdict};
-
-use std::sync::Arc;
 
 /// Pools of one peer, at most.
 const PEER_POOLS_MAX: usize = 4096;
@@ -27,14 +26,7 @@ impl Machine {
                         .because(format!("a peer has at most {PEER_POOLS_MAX}")));
                 }
                 peer.pools_told = peer.pools_told.max(Some(advert.id));
-                peer.pools.insert(
-                    advert.id,
-                    PeerPool {
-                        layout: Arc::new(advert.layout),
-                        serves: advert.serves,
-                        receives: advert.receives,
-                    },
-                );
+                peer.pools.insert(advert.id, PeerPool::of(advert));
                 self.start_transfers(now, from);
             }
             Message::PoolRemoved(pool) => {
@@ -63,8 +55,16 @@ impl Machine {
                 attempt,
                 part,
                 extent,
-                source: _,
-            } => self.part_ready(now, from, claim, attempt, part, extent)?,
+                source,
+            } => {
+                let ready = ReadyPart {
+                    attempt,
+                    part,
+                    extent,
+                    source,
+                };
+                self.part_ready(now, from, claim, ready)?;
+            }
             Message::ReadPart { claim, attempt, part } => self.read_part(now, from, claim, attempt, part)?,
             Message::Read { read, grant, into } => self.read_requested(now, from, read, grant, into)?,
             Message::ReadRefused { read, error } => self.read_refused(now, from, read, error),
@@ -84,7 +84,9 @@ impl Machine {
             }
             Message::FenceLane { lane, chunks } => self.fence_lane(from, lane, chunks)?,
             Message::LaneFenced { lane, chunks } => self.lane_fenced(from, lane, chunks),
-            Message::ReadDirect { .. } | Message::Link { .. } | Message::TransportFailed { .. } => {}
+            Message::Link { transport, body } => self.link_message(from, transport, body)?,
+            Message::TransportFailed { transport, error } => self.peer_transport_failed(now, from, &transport, &error),
+            Message::ReadDirect { read, grant } => self.read_direct_requested(now, from, read, grant),
             Message::Draining => {
                 if let Some(peer) = self.peers.get_mut(&from) {
                     peer.draining = true;

@@ -89,6 +89,8 @@ pub struct Machine {
     link_epoch: u64,
     link_transfers: BTreeMap<TransferId, LinkTransfer>,
     next_transfer: u64,
+    /// Transfers are being given to a link.
+    pumping: bool,
 
     next_handle: u64,
     offers: BTreeMap<HandleId, Offer>,
@@ -198,6 +200,7 @@ impl Machine {
             link_epoch: 0,
             link_transfers: BTreeMap::new(),
             next_transfer: 1,
+            pumping: false,
             next_handle: 1,
             offers: BTreeMap::new(),
             live_keys: BTreeMap::new(),
@@ -460,17 +463,15 @@ impl Machine {
     }
 
     /// Ends everything: handles with `Closed`, sessions with `Goodbye`, links closed. Bounded: what has not ended by
-    /// itself after [`MachineConfig::fence_limit`] is ended as if all peers were lost.
+    /// itself after [`MachineConfig::fence_limit`] (or the liveness time, where links are one-sided) is ended as if all peers were lost.
     pub fn shutdown(&mut self, now: Time) {
         if self.shutdown.is_some() {
             return;
         }
         self.draining = true;
         self.shutdown = Some(now);
-        self.timers.set(
-            TimerKey::Shutdown,
-            now + self.config.fence_limit + self.config.fence_limit / 4,
-        );
+        let limit = self.fence_limit(self.links.keys().copied());
+        self.timers.set(TimerKey::Shutdown, now + limit + limit / 4);
         for handle in self.open_handles() {
             let error = Error::new(ErrorKind::Closed, "the handle").because("the endpoint was closed");
             self.end_handle(now, handle, error);

@@ -375,6 +375,8 @@ impl Machine {
     }
 
     fn begin_offer_end(&mut self, now: Time, id: HandleId, why: Option<Error>) {
+        let Some(offer) = self.offers.get(&id) else { return };
+        let limit = self.fence_limit(offer.live.iter().map(|(peer, _)| *peer));
         let Some(offer) = self.offers.get_mut(&id) else { return };
         let retracted = why.as_ref().is_some_and(|why| why.kind() == ErrorKind::Retracted);
         if !(retracted && mutants::is(Mutant::RetractWithoutGate)) {
@@ -384,7 +386,7 @@ impl Machine {
         offer.since = now;
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
-        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        self.timers.set(TimerKey::Fence(id), now + limit);
     }
 
     /// Looks whether the offer has ended, or can.

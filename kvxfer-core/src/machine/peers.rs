@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::config::{BACKOFF_FIRST, VERDICT_ACKS_MAX};
+use super::links::TransportFailure;
 use super::session::Session;
 use super::timers::TimerKey;
 use super::types::{Action, ConnectionId, PeerChange};
@@ -16,7 +17,7 @@ use crate::id::{GrantName, Incarnation, PoolId};
 use crate::layout::PoolLayout;
 use crate::mutants::{self, Mutant};
 use crate::time::Time;
-use crate::wire::{ClaimMessage, EndpointAddress, Frame, Message, Verdict};
+use crate::wire::{ClaimMessage, EndpointAddress, Frame, Message, PoolAdvert, Verdict};
 
 /// A pool of a peer.
 #[derive(Debug, Clone)]
@@ -24,6 +25,29 @@ pub(super) struct PeerPool {
     pub(super) layout: Arc<PoolLayout>,
     pub(super) serves: bool,
     pub(super) receives: bool,
+    /// By transport: what its one-sided paths need to know of the pool.
+    pub(super) keys: Vec<(String, Arc<[u8]>)>,
+}
+
+impl PeerPool {
+    pub(super) fn of(advert: PoolAdvert) -> PeerPool {
+        PeerPool {
+            layout: Arc::new(advert.layout),
+            serves: advert.serves,
+            receives: advert.receives,
+            keys: advert
+                .keys
+                .into_iter()
+                .map(|(name, keys)| (name, keys.into()))
+                .collect(),
+        }
+    }
+
+    /// What this transport needs to know of the pool, if it was registered with it.
+    pub(super) fn keys_of(&self, transport: &str) -> Option<Arc<[u8]>> {
+        let keys = self.keys.iter().find(|(name, _)| name == transport);
+        keys.map(|(_, keys)| keys.clone())
+    }
 }
 
 /// What is known of another endpoint while there is a session with it, or one is being made.
@@ -62,6 +86,10 @@ pub(super) struct Peer {
     pub(super) queue: BTreeSet<(u8, TransferId)>,
     /// Lane fences asked for while the link was not there.
     pub(super) pending_fences: Vec<(LaneName, Vec<ChunkName>)>,
+    /// What the peer's end of the link said while this end was not there, with the transport.
+    pub(super) pending_messages: Vec<(String, Vec<u8>)>,
+    /// Transports of this session that could not be used.
+    pub(super) failures: Vec<TransportFailure>,
     pub(super) transport: Option<String>,
     pub(super) transports_refused: Vec<(String, String)>,
 }
@@ -92,6 +120,8 @@ impl Peer {
             active: 0,
             queue: BTreeSet::new(),
             pending_fences: Vec::new(),
+            pending_messages: Vec::new(),
+            failures: Vec::new(),
             transport: None,
             transports_refused: Vec::new(),
         }

@@ -66,6 +66,7 @@ impl Machine {
             ("sessions", sessions),
             ("connections", self.connections.len()),
             ("links", self.links.len()),
+            ("transports_failed", self.transports_failed()),
             ("link_transfers", self.link_transfers.len()),
             ("link_transfers_queued", queued),
             ("messages_unacknowledged", kept),
@@ -134,10 +135,15 @@ impl Machine {
             peer.queue.len(),
             peer.session.as_ref().map_or(0, |session| session.kept())
         ));
-        lines.push(
-            "trust: a peer writes only what a grant of ours names; security is \"none\": whoever reaches the port is a peer"
-                .to_string(),
-        );
+        let trust = match self.links.get(&incarnation) {
+            Some(link) if link.one_sided => {
+                "trust: the peer's device writes into and reads from pools by itself: whoever has a session can write into any pool registered for receiving and read any registered for serving"
+            }
+            _ => "trust: a peer writes only what a grant of ours names",
+        };
+        lines.push(format!(
+            "{trust}; security is \"none\": whoever reaches the port is a peer"
+        ));
         lines
     }
 

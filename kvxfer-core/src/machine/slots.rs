@@ -36,8 +36,10 @@ pub(super) struct SlotUse {
     pub(super) peer: Option<Incarnation>,
     /// Who wants to be told the verdict.
     asked: Vec<Incarnation>,
-    /// The writer has said that it needs no verdict.
+    /// The writer has said that it needs no verdict, or there is no writer but this endpoint's own device.
     acknowledged: bool,
+    /// It is filled by a pull: the peer's device is not let in.
+    pulled: bool,
     /// Set when it has ended.
     pub(super) verdict: Option<Verdict>,
     /// It could not be fenced: it is never given back.
@@ -52,6 +54,7 @@ impl Machine {
         &mut self,
         owner: SlotOwner,
         writer: Option<Incarnation>,
+        pulled: bool,
         pool: PoolId,
         target: Arc<Target>,
         watcher: Option<Arc<dyn SlotWatcher>>,
@@ -75,11 +78,35 @@ impl Machine {
                 peer: writer,
                 asked: Vec::new(),
                 acknowledged: false,
+                pulled,
                 verdict: None,
                 quarantined: false,
             },
         );
+        if let Some(writer) = writer.filter(|_| !pulled) {
+            self.admit_slot(writer, key);
+        }
         Ok(key)
+    }
+
+    /// Whether anybody but this endpoint has to take note of the slot's verdict.
+    pub(super) fn slot_has_no_writer(&mut self, slot: SlotKey, nobody: bool) {
+        if let Some(used) = self.slot_uses.get_mut(&slot) {
+            used.acknowledged = nobody;
+        }
+    }
+
+    /// The slots that are open for this peer to write.
+    pub(super) fn slots_written_by(&self, writer: Incarnation) -> Vec<SlotKey> {
+        self.slot_uses
+            .iter()
+            .filter(|(_, used)| used.verdict.is_none() && !used.pulled)
+            .filter(|(slot, _)| {
+                let progress = self.slots.progress(slot.0, slot.1);
+                progress.is_some_and(|progress| progress.writer == Some(writer) && !progress.arrived)
+            })
+            .map(|(slot, _)| *slot)
+            .collect()
     }
 
     pub(super) fn grant_name(&self, slot: SlotKey) -> GrantName {
@@ -90,9 +117,19 @@ impl Machine {
         }
     }
 
-    /// Closes a slot. True if it had arrived.
+    /// Closes a slot, and stops whoever writes into it by itself. True if it had arrived.
     pub(super) fn close_slot(&mut self, slot: SlotKey) -> bool {
-        self.slots.close(slot.0, slot.1) == Close::AlreadyArrived
+        match self.slots.close(slot.0, slot.1) {
+            Close::AlreadyArrived => return true,
+            Close::Gone => return false,
+            Close::Fenced | Close::Waiting => {}
+        }
+        let bound = self.slots.progress(slot.0, slot.1).and_then(|progress| progress.writer);
+        let used = self.slot_uses.get(&slot).and_then(|used| used.peer);
+        if let Some(writer) = bound.or(used) {
+            self.revoke_slot(writer, slot);
+        }
+        false
     }
 
     /// Whether no byte lands in a slot that was closed, or has arrived.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use super::config::{BIND_AFTER, PLAN_LATER_BYTES};
-use super::links::{LinkPhase, TransferOwner};
+use super::links::{LinkPhase, RemoteSide, TransferOwner};
 use super::slots::{SlotKey, SlotOwner, maybe_written, quarantined, unknown};
 use super::timers::TimerKey;
 use super::types::{HandleId, Outcome, TransferOptions};
@@ -61,6 +61,8 @@ pub(super) struct Pull {
     target: Arc<Target>,
     deadline: Time,
     slot: Option<SlotKey>,
+    /// What this endpoint's device reads into it.
+    transfer: Option<TransferId>,
     bytes: u64,
     arrived: bool,
     validating: bool,
@@ -182,7 +184,11 @@ impl Machine {
         let stream = plan::source_stream(&own.layout, &push.source, &layout, &target, PartExtent::WHOLE)?;
         let (name, gate, regions) = (push.grant.name, push.gate.clone(), own.regions.clone());
         let (options, deadline) = (push.options.clone(), push.deadline);
-        let transfer = self.begin_transfer(peer, TransferOwner::Push(id), |id| SendSpec {
+        let remote = RemoteSide {
+            pool: push.grant.pool,
+            written: Some((layout, target)),
+        };
+        let transfer = self.begin_transfer(peer, TransferOwner::Push(id), remote, |id| SendSpec {
             id,
             slot: name.slot,
             generation: name.generation,
@@ -309,7 +315,8 @@ impl Machine {
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
         self.timers.clear(TimerKey::Bind(id));
-        self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+        let limit = self.fence_limit([peer]);
+        self.timers.set(TimerKey::Fence(id), now + limit);
         if begun {
             if let Some(transfer) = transfer {
                 self.stop_transfer(now, transfer, None);
@@ -326,8 +333,9 @@ impl Machine {
         let Some(push) = self.pushes.get(&id) else { return };
         let Some(verdict) = push.verdict.clone() else { return };
         if !push.gate.close() {
+            let limit = self.fence_limit([push.peer]);
             if self.fencing.insert(id) {
-                self.timers.set(TimerKey::Fence(id), now + self.config.fence_limit);
+                self.timers.set(TimerKey::Fence(id), now + limit);
             }
             return;
         }

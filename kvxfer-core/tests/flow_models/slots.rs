@@ -65,6 +65,15 @@ pub enum Op {
     Release {
         slot: usize,
     },
+    /// The peer's device may write by itself.
+    Admit {
+        slot: usize,
+        peer: u8,
+    },
+    /// It writes no more.
+    Quiet {
+        slot: usize,
+    },
     Ask {
         slot: usize,
         part: u32,
@@ -85,6 +94,8 @@ pub fn ops() -> impl Strategy<Value = Vec<Op>> {
         2 => (slot.clone(), 0..12u64).prop_map(|(slot, but)| Op::Fill { slot, but }),
         1 => slot.clone().prop_map(|slot| Op::Close { slot }),
         2 => slot.clone().prop_map(|slot| Op::Release { slot }),
+        2 => (slot.clone(), 0..8u8).prop_map(|(slot, peer)| Op::Admit { slot, peer }),
+        1 => slot.clone().prop_map(|slot| Op::Quiet { slot }),
         2 => (slot, 0..4u32, 0..4u64).prop_map(|(slot, part, chunk)| Op::Ask { slot, part, chunk }),
     ];
     prop::collection::vec(op, 1..160)
@@ -103,6 +114,7 @@ struct Model {
     message_halves: [bool; 2],
     watcher: Arc<Count>,
     gate: Option<Arc<Gate>>,
+    admitted: bool,
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -179,7 +191,14 @@ pub fn run(ops: &[Op]) -> TestCaseResult {
     while !placing.is_empty() {
         finish(&table, &mut slots, &mut placing, 0, false)?;
     }
-    for slot in &slots {
+    for slot in &mut slots {
+        if slot.phase == Phase::Closed && slot.admitted {
+            prop_assert!(
+                !table.fenced(slot.name.0, slot.name.1),
+                "fenced with a writer that is admitted"
+            );
+        }
+        quiet(&table, slot, false)?;
         let fenced = table.fenced(slot.name.0, slot.name.1);
         prop_assert_eq!(fenced, slot.phase != Phase::Open);
     }
@@ -219,6 +238,7 @@ fn step(
                 message_halves: [false; 2],
                 watcher,
                 gate: None,
+                admitted: false,
             });
         }
         Op::Begin {
@@ -282,7 +302,7 @@ fn step(
         }
         Op::Close { slot } => {
             let Some(slot) = slots.get_mut(slot) else { return Ok(()) };
-            let inside = placing.iter().any(|placing| placing.slot == slot.name);
+            let inside = slot.admitted || placing.iter().any(|placing| placing.slot == slot.name);
             let expected = match slot.phase {
                 Phase::Arrived => Close::AlreadyArrived,
                 _ if inside => Close::Waiting,
@@ -299,7 +319,7 @@ fn step(
         }
         Op::Release { slot } => {
             let Some(model) = slots.get(slot) else { return Ok(()) };
-            let inside = placing.iter().any(|placing| placing.slot == model.name);
+            let inside = model.admitted || placing.iter().any(|placing| placing.slot == model.name);
             let may = model.phase != Phase::Open && !inside;
             prop_assert_eq!(table.release(model.name.0, model.name.1), may);
             if may {
@@ -307,6 +327,25 @@ fn step(
                 prop_assert_eq!(table.close(gone.name.0, gone.name.1), Close::Gone);
                 prop_assert!(table.fenced(gone.name.0, gone.name.1));
             }
+        }
+        Op::Admit { slot, peer: from } => {
+            let Some(slot) = slots.get_mut(slot) else { return Ok(()) };
+            let from = peer(if from == 7 { 1 } else { 0 });
+            let may = slot.phase == Phase::Open && slot.writer.is_none_or(|writer| writer == from);
+            prop_assert_eq!(table.admit(from, slot.name.0, slot.name.1), may);
+            prop_assert!(
+                !table.admit(from, slot.name.0, Generation(slot.name.1.0 + 1)),
+                "a use of the slot that is to come was admitted"
+            );
+            if may {
+                slot.writer = Some(from);
+                slot.admitted = true;
+            }
+        }
+        Op::Quiet { slot } => {
+            let Some(slot) = slots.get_mut(slot) else { return Ok(()) };
+            let inside = placing.iter().any(|placing| placing.slot == slot.name);
+            quiet(table, slot, inside)?;
         }
         Op::Ask { slot, part, chunk } => {
             let Some(slot) = slots.get(slot) else { return Ok(()) };
@@ -325,6 +364,13 @@ fn step(
             );
         }
     }
+    Ok(())
+}
+
+fn quiet(table: &SlotTable, slot: &mut Model, inside: bool) -> TestCaseResult {
+    let (id, generation) = slot.name;
+    prop_assert_eq!(table.remote_quiet(id, generation), slot.phase != Phase::Open && !inside);
+    slot.admitted = false;
     Ok(())
 }
 
@@ -453,10 +499,11 @@ fn finish(
     let closed = slots
         .iter()
         .any(|slot| slot.name == done.slot && slot.phase == Phase::Closed);
+    let admitted = slots.iter().any(|slot| slot.name == done.slot && slot.admitted);
     let others = placing.iter().any(|placing| placing.slot == done.slot);
     prop_assert_eq!(
         done.guard.leave(),
-        closed && !others,
+        closed && !others && !admitted,
         "the last to leave a closed gate is told"
     );
     let state = table.placed(&done.header, valid);
@@ -499,6 +546,7 @@ fn arrived_if_whole(slot: &mut Model, applied: Applied) -> TestCaseResult {
     prop_assert_eq!(applied, expected);
     if expected == Applied::Arrived {
         slot.phase = Phase::Arrived;
+        slot.admitted = false;
     }
     Ok(())
 }
@@ -514,7 +562,8 @@ fn check(table: &SlotTable, slots: &[Model], placing: &[Placing]) -> TestCaseRes
         if slot.phase == Phase::Arrived && slot.message_seen {
             prop_assert_eq!(progress.message.as_deref(), Some(MESSAGE));
         }
-        let inside = placing.iter().any(|placing| placing.slot == slot.name);
+        prop_assert_eq!(progress.admitted, slot.admitted);
+        let inside = slot.admitted || placing.iter().any(|placing| placing.slot == slot.name);
         let fenced = slot.phase != Phase::Open && !inside;
         prop_assert_eq!(table.fenced(slot.name.0, slot.name.1), fenced);
     }

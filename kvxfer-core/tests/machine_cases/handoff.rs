@@ -14,7 +14,7 @@ fn paint(world: &World, node: usize, colours: &[(u32, u8)]) {
     }
 }
 
-fn members(outcome: Outcome) -> Vec<MemberVerdict> {
+pub(crate) fn members(outcome: Outcome) -> Vec<MemberVerdict> {
     match outcome {
         Outcome::Released { members } => members,
         other => panic!("{other:?}"),
@@ -488,7 +488,7 @@ fn grants_beyond_the_limit_queue_at_the_sender() {
     world.assert_clean();
 }
 
-fn pulled(set: u128) -> ClaimOptions {
+pub(crate) fn pulled(set: u128) -> ClaimOptions {
     ClaimOptions {
         pull: true,
         ..claim_options(set)

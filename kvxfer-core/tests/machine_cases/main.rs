@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used)] // The helpers of tests are tests.
 
 mod handoff;
+mod one_sided;
 mod sessions;
 mod transfers;
 mod world;

@@ -11,11 +11,17 @@ use kvxfer_core::{ErrorKind, Incarnation};
 
 use crate::world::*;
 
-fn grant(world: &mut World, node: usize, access: Access, block: u32) -> (HandleId, Grant) {
+pub(crate) fn grant(world: &mut World, node: usize, access: Access, block: u32) -> (HandleId, Grant) {
     grant_with(world, node, access, block, GrantOptions::default())
 }
 
-fn grant_with(world: &mut World, node: usize, access: Access, block: u32, options: GrantOptions) -> (HandleId, Grant) {
+pub(crate) fn grant_with(
+    world: &mut World,
+    node: usize,
+    access: Access,
+    block: u32,
+    options: GrantOptions,
+) -> (HandleId, Grant) {
     let now = world.now;
     world.nodes[node]
         .machine
@@ -23,7 +29,7 @@ fn grant_with(world: &mut World, node: usize, access: Access, block: u32, option
         .unwrap()
 }
 
-fn push(world: &mut World, node: usize, block: u32, grant: &Grant, options: TransferOptions) -> HandleId {
+pub(crate) fn push(world: &mut World, node: usize, block: u32, grant: &Grant, options: TransferOptions) -> HandleId {
     let now = world.now;
     world.nodes[node]
         .machine
@@ -31,7 +37,7 @@ fn push(world: &mut World, node: usize, block: u32, grant: &Grant, options: Tran
         .unwrap()
 }
 
-fn pull(world: &mut World, node: usize, grant: &Grant, block: u32) -> HandleId {
+pub(crate) fn pull(world: &mut World, node: usize, grant: &Grant, block: u32) -> HandleId {
     let now = world.now;
     let options = TransferOptions::default();
     world.nodes[node]

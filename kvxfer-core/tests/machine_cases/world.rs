@@ -8,15 +8,16 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvxfer_core::flow::{
-    Chunk, ChunkHeader, ChunkName, ChunkState, LaneName, LinkSender, LinkSenderConfig, Payload, Placement, SlotTable,
+    Chunk, ChunkHeader, ChunkName, ChunkState, Direction, LaneName, LinkSender, LinkSenderConfig, Payload, Placement,
+    SlotTable,
 };
 use kvxfer_core::layout::{DType, Geometry, PlaneKind, PlaneSpec, PoolLayout, Selection, Sharding};
 use kvxfer_core::machine::*;
-use kvxfer_core::memory::Region;
+use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::plan::{Scope, Target};
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::wire::{EndpointAddress, Frame, body_length, decode, encode};
-use kvxfer_core::{Error, ErrorKind, Incarnation, PoolId, Result, Time};
+use kvxfer_core::{Error, ErrorKind, Generation, Incarnation, PoolId, Result, SlotId, Time};
 
 pub(crate) const POOL: PoolId = PoolId(1);
 pub(crate) const BLOCK: u64 = 64;
@@ -40,6 +41,10 @@ pub(crate) struct World {
     pub(crate) stuck: BTreeSet<usize>,
     /// Session frames are dropped from these nodes (while their connection stays up).
     pub(crate) mute: BTreeSet<usize>,
+    /// Nodes that do not answer when they are told to stop writing.
+    pub(crate) deaf: BTreeSet<usize>,
+    /// Transports with which these nodes cannot make a link.
+    pub(crate) broken: BTreeSet<(usize, &'static str)>,
     /// Frames delivered twice.
     pub(crate) echo: bool,
     kept: Vec<Event>,
@@ -55,10 +60,25 @@ pub(crate) struct Node {
     pub(crate) region: Arc<Region>,
     pub(crate) layout: Arc<PoolLayout>,
     links: BTreeMap<Incarnation, LinkSender>,
+    pub(crate) link_transports: BTreeMap<Incarnation, String>,
+    /// What one-sided links were told.
+    pub(crate) told: Vec<Told>,
     pub(crate) ended: Vec<(HandleId, Result<Outcome>)>,
     pub(crate) notices: Vec<(HandleId, Notice)>,
     pub(crate) changes: Vec<(Incarnation, PeerChange)>,
 }
+
+/// What a one-sided link is told.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Told {
+    Admit(SlotId, Generation),
+    Revoke(SlotId, Generation),
+    Message(Vec<u8>),
+}
+
+/// One that writes and reads the peer's memory itself, and one that does not.
+pub(crate) const DIRECT: &str = "direct";
+pub(crate) const MEMORY: &str = "memory";
 
 struct Queued {
     at: Time,
@@ -113,6 +133,19 @@ enum Event {
         lane: LaneName,
         header: ChunkHeader,
         bytes: Option<Vec<u8>>,
+        // Where a one-sided link writes it.
+        written: Option<Vec<Segment>>,
+    },
+    Read {
+        node: usize,
+        from: usize,
+        lane: LaneName,
+        chunk: Chunk,
+    },
+    Quiet {
+        node: usize,
+        peer: Incarnation,
+        slot: (SlotId, Generation),
     },
     Ack {
         to: usize,
@@ -151,10 +184,24 @@ impl World {
         World::with(count, |_| {}, |_| layout(0..2, 16))
     }
 
+    /// Endpoints that have these transports, in this order.
+    pub(crate) fn over(count: usize, transports: &[&str]) -> World {
+        World::with_transports(count, |_| {}, |_| layout(0..2, 16), transports)
+    }
+
     pub(crate) fn with(
         count: usize,
         configure: impl Fn(&mut MachineConfig),
         layout: impl Fn(usize) -> PoolLayout,
+    ) -> World {
+        World::with_transports(count, configure, layout, &[MEMORY])
+    }
+
+    pub(crate) fn with_transports(
+        count: usize,
+        configure: impl Fn(&mut MachineConfig),
+        layout: impl Fn(usize) -> PoolLayout,
+        transports: &[&str],
     ) -> World {
         let mut world = World {
             now: Time::from_nanos(1_000_000_000),
@@ -168,6 +215,8 @@ impl World {
             held: BTreeSet::new(),
             stuck: BTreeSet::new(),
             mute: BTreeSet::new(),
+            deaf: BTreeSet::new(),
+            broken: BTreeSet::new(),
             echo: false,
             kept: Vec::new(),
             trace: std::env::var_os("TRACE").is_some(),
@@ -179,7 +228,7 @@ impl World {
             };
             configure(&mut config);
             let bits = 1 + index as u128;
-            let node = Node::new(index, bits << 100, config, layout(index), world.now);
+            let node = Node::new(index, bits << 100, config, layout(index), world.now, transports);
             world.nodes.push(node);
         }
         world
@@ -211,7 +260,7 @@ impl World {
             name: format!("node-{node}"),
             ..MachineConfig::default()
         };
-        self.nodes[node] = Node::new(node, bits, config, layout, self.now);
+        self.nodes[node] = Node::new(node, bits, config, layout, self.now, &[MEMORY]);
     }
 
     /// Breaks the session connections between two nodes; frames under way are lost.
@@ -399,7 +448,18 @@ impl World {
                     self.push(soon, Event::Gone { node, connection });
                 }
             }
-            Action::ConnectLink { peer, .. } => {
+            Action::ConnectLink { transport, peer } => {
+                if self
+                    .broken
+                    .iter()
+                    .any(|(node, name)| *node == index && *name == transport)
+                {
+                    let error = Error::new(ErrorKind::Unsupported, format!("a link over {transport}"));
+                    let now = self.now;
+                    self.nodes[index].machine.link_failed(now, peer.incarnation, error);
+                    return;
+                }
+                self.nodes[index].link_transports.insert(peer.incarnation, transport);
                 self.nodes[index]
                     .links
                     .insert(peer.incarnation, LinkSender::new(LinkSenderConfig::default()));
@@ -407,7 +467,9 @@ impl World {
                 let Some(other) = self.node_of(peer.incarnation) else {
                     return;
                 };
-                if self.nodes[other].links.contains_key(&local) {
+                let same = self.nodes[other].link_transports.get(&local)
+                    == self.nodes[index].link_transports.get(&peer.incarnation);
+                if self.nodes[other].links.contains_key(&local) && same {
                     for (from, to) in [(index, other), (other, index)] {
                         let lane = self.lane(from, to);
                         let peer = self.nodes[to].incarnation;
@@ -426,27 +488,7 @@ impl World {
                     }
                 }
             }
-            Action::CloseLink { peer } => {
-                self.nodes[index].links.remove(&peer);
-                if self.stuck.contains(&index) {
-                    return;
-                }
-                let event = LinkEvent::Closed;
-                self.push(
-                    soon,
-                    Event::Link {
-                        node: index,
-                        peer,
-                        event,
-                    },
-                );
-                if let Some(other) = self.node_of(peer) {
-                    for pair in [(index, other), (other, index)] {
-                        *self.lanes.entry(pair).or_insert(1) += 1;
-                    }
-                    self.lose_lane(other, index);
-                }
-            }
+            Action::CloseLink { peer } => self.end_link(index, peer),
             Action::Link { peer, command } => self.command(index, peer, command),
             Action::Complete { handle, result } => {
                 if self.trace {
@@ -461,6 +503,37 @@ impl World {
                 }
                 self.nodes[index].changes.push((peer, change));
             }
+        }
+    }
+
+    /// The link of this node cannot go on.
+    pub(crate) fn fail_link(&mut self, node: usize, other: usize) {
+        let peer = self.nodes[other].incarnation;
+        let event = LinkEvent::Failed(Error::new(ErrorKind::Transport, "the device").because("it is gone"));
+        self.push(self.now, Event::Link { node, peer, event });
+        self.end_link(node, peer);
+    }
+
+    fn end_link(&mut self, index: usize, peer: Incarnation) {
+        let soon = self.now + HOP;
+        self.nodes[index].links.remove(&peer);
+        if self.stuck.contains(&index) {
+            return;
+        }
+        let event = LinkEvent::Closed;
+        self.push(
+            soon,
+            Event::Link {
+                node: index,
+                peer,
+                event,
+            },
+        );
+        if let Some(other) = self.node_of(peer) {
+            for pair in [(index, other), (other, index)] {
+                *self.lanes.entry(pair).or_insert(1) += 1;
+            }
+            self.lose_lane(other, index);
         }
     }
 
@@ -494,7 +567,23 @@ impl World {
                     },
                 );
             }
-            LinkCommand::Admit(..) | LinkCommand::Revoke(..) | LinkCommand::Message(_) => {}
+            LinkCommand::Admit(slot, generation) => {
+                self.nodes[index].told.push(Told::Admit(slot, generation));
+                self.nodes[index].slots.admit(peer, slot, generation);
+            }
+            LinkCommand::Revoke(slot, generation) => {
+                self.nodes[index].told.push(Told::Revoke(slot, generation));
+                let writer = self.node_of(peer);
+                if writer.is_some_and(|writer| !self.deaf.contains(&writer)) {
+                    let event = Event::Quiet {
+                        node: index,
+                        peer,
+                        slot: (slot, generation),
+                    };
+                    self.push(now + HOP + HOP, event);
+                }
+            }
+            LinkCommand::Message(body) => self.nodes[index].told.push(Told::Message(body)),
         }
     }
 
@@ -522,6 +611,28 @@ impl World {
                     });
                 }
                 let Some(chunk) = sender.next_chunk(0, now) else { break };
+                let one_sided = self.nodes[index]
+                    .link_transports
+                    .get(&peer)
+                    .is_some_and(|name| name == DIRECT);
+                let mut written = None;
+                if let Payload::Stream { remote, .. } = &chunk.payload {
+                    assert_eq!(remote.is_some(), one_sided, "the other side's segments");
+                    if let Some((remote, stream)) = remote {
+                        assert_eq!(*remote.keys, [other as u8], "the other side's keys");
+                        if remote.direction == Direction::Read {
+                            let event = Event::Read {
+                                node: index,
+                                from: other,
+                                lane,
+                                chunk,
+                            };
+                            self.push(now + HOP + HOP, event);
+                            continue;
+                        }
+                        written = Some(segments_of(&**stream, &chunk.header));
+                    }
+                }
                 let (header, bytes) = read(chunk);
                 self.push(
                     now + HOP,
@@ -531,6 +642,7 @@ impl World {
                         lane,
                         header,
                         bytes,
+                        written,
                     },
                 );
             }
@@ -590,6 +702,7 @@ impl World {
                 lane,
                 header,
                 bytes,
+                written,
             } => {
                 if self.held.contains(&to) {
                     self.kept.push(Event::Chunk {
@@ -598,6 +711,7 @@ impl World {
                         lane,
                         header,
                         bytes,
+                        written,
                     });
                     return;
                 }
@@ -606,7 +720,7 @@ impl World {
                 if self.lane(from, to) != lane || !linked || !self.nodes[to].alive {
                     return;
                 }
-                let (state, arrived) = self.nodes[to].place(peer, &header, bytes);
+                let (state, arrived) = self.nodes[to].place(peer, &header, bytes, written);
                 if arrived {
                     let event = LinkEvent::SlotArrived {
                         slot: header.slot,
@@ -626,6 +740,28 @@ impl World {
                     },
                 );
             }
+            Event::Read {
+                node,
+                from,
+                lane,
+                chunk,
+            } => {
+                if self.held.contains(&node) {
+                    self.kept.push(Event::Read {
+                        node,
+                        from,
+                        lane,
+                        chunk,
+                    });
+                    return;
+                }
+                self.device_read(node, from, lane, &chunk);
+            }
+            Event::Quiet { node, peer, slot } => {
+                if self.nodes[node].alive && self.nodes[node].slots.remote_quiet(slot.0, slot.1) {
+                    self.nodes[node].machine.link_event(now, peer, LinkEvent::SlotQuiet);
+                }
+            }
             Event::Ack {
                 to,
                 from,
@@ -638,6 +774,39 @@ impl World {
                     sender.acknowledged(lane, chunk, state, now);
                 }
             }
+        }
+    }
+
+    /// A node's device reads a chunk from another's memory into its own.
+    fn device_read(&mut self, node: usize, from: usize, lane: LaneName, chunk: &Chunk) {
+        let (now, peer) = (self.now, self.nodes[from].incarnation);
+        if self.lane(node, from) != lane || !self.nodes[node].links.contains_key(&peer) || !self.nodes[node].alive {
+            return;
+        }
+        let Payload::Stream {
+            remote: Some((_, remote)),
+            ..
+        } = &chunk.payload
+        else {
+            panic!("a read without the other side's segments");
+        };
+        let mut bytes = Vec::new();
+        for segment in segments_of(&**remote, &chunk.header) {
+            let mut piece = vec![0; segment.length as usize];
+            self.nodes[from].region.copy_out(segment.offset, &mut piece).unwrap();
+            bytes.extend(piece);
+        }
+        let header = chunk.header;
+        let (state, arrived) = self.nodes[node].place(peer, &header, Some(bytes), None);
+        if let Some(sender) = self.nodes[node].links.get_mut(&peer) {
+            sender.completed(lane, chunk.transfer, header.name(), state, now);
+        }
+        if arrived {
+            let event = LinkEvent::SlotArrived {
+                slot: header.slot,
+                generation: header.generation,
+            };
+            self.push(now, Event::Link { node, peer, event });
         }
     }
 
@@ -737,6 +906,12 @@ impl World {
     }
 }
 
+fn segments_of(stream: &dyn kvxfer_core::flow::ByteStream, header: &ChunkHeader) -> Vec<Segment> {
+    let mut segments = Vec::new();
+    stream.segments(header.offset, u64::from(header.length), usize::MAX, &mut segments);
+    segments
+}
+
 /// Reads a chunk's bytes inside its gate; `None` if the gate was closed.
 fn read(chunk: Chunk) -> (ChunkHeader, Option<Vec<u8>>) {
     let header = chunk.header;
@@ -763,7 +938,14 @@ fn read(chunk: Chunk) -> (ChunkHeader, Option<Vec<u8>>) {
 }
 
 impl Node {
-    fn new(index: usize, bits: u128, config: MachineConfig, layout: PoolLayout, now: Time) -> Node {
+    fn new(
+        index: usize,
+        bits: u128,
+        config: MachineConfig,
+        layout: PoolLayout,
+        now: Time,
+        transports: &[&str],
+    ) -> Node {
         let incarnation = Incarnation::from_bits(bits);
         let socket: SocketAddr = format!("127.0.0.{}:7000", index + 1).parse().unwrap();
         let slots = SlotTable::new(64);
@@ -777,11 +959,14 @@ impl Node {
                 incarnation: Some(incarnation),
                 rank: Default::default(),
             },
-            transports: vec![TransportOffer {
-                name: "memory".to_string(),
-                advert: vec![1],
-                one_sided: false,
-            }],
+            transports: transports
+                .iter()
+                .map(|name| TransportOffer {
+                    name: (*name).to_string(),
+                    advert: vec![1],
+                    one_sided: *name == DIRECT,
+                })
+                .collect(),
             slots: slots.clone(),
             seed: bits ^ 0x5eed,
         });
@@ -795,7 +980,7 @@ impl Node {
                     regions: regions,
                     serves: true,
                     receives: true,
-                    keys: Vec::new(),
+                    keys: vec![(DIRECT.to_string(), vec![index as u8])],
                 },
             )
             .unwrap();
@@ -808,13 +993,21 @@ impl Node {
             region,
             layout,
             links: BTreeMap::new(),
+            link_transports: BTreeMap::new(),
+            told: Vec::new(),
             ended: Vec::new(),
             notices: Vec::new(),
             changes: Vec::new(),
         }
     }
 
-    fn place(&mut self, from: Incarnation, header: &ChunkHeader, bytes: Option<Vec<u8>>) -> (ChunkState, bool) {
+    fn place(
+        &mut self,
+        from: Incarnation,
+        header: &ChunkHeader,
+        bytes: Option<Vec<u8>>,
+        written: Option<Vec<Segment>>,
+    ) -> (ChunkState, bool) {
         match self.slots.begin(from, header).unwrap() {
             Placement::Scrap(state) => (state, false),
             Placement::Message => {
@@ -824,6 +1017,9 @@ impl Node {
             }
             Placement::Place { stream, regions, gate } => {
                 let valid = bytes.is_some();
+                if let Some(written) = written {
+                    assert_eq!(written, segments_of(&*stream, header), "written elsewhere than granted");
+                }
                 if let (Some(bytes), Some(_inside)) = (bytes, gate.enter()) {
                     let mut segments = Vec::new();
                     stream.segments(header.offset, u64::from(header.length), usize::MAX, &mut segments);

@@ -413,8 +413,16 @@ impl State {
                         entry.up = true;
                         self.progress = true;
                     }
+                    LinkEvent::Failed(error) => {
+                        tracing::warn!(peer = %report.peer, transport = entry.link.path().transport, %error, "link failed");
+                        // It closes itself; nothing runs on it any more.
+                        entry.up = false;
+                        entry.closing = true;
+                        self.progress = true;
+                    }
                     LinkEvent::Closed => {
                         self.links.remove(&report.peer);
+                        self.progress = true;
                     }
                     _ => {}
                 }

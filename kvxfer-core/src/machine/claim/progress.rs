@@ -55,7 +55,7 @@ impl Machine {
         if !claim.assigned || claim.ending.is_some() {
             return Ok(());
         }
-        let (pool, sources) = (claim.pool, claim.sources.len());
+        let (pool, sources, pull) = (claim.pool, claim.sources.len(), claim.options.pull);
         let layout = self.pool(pool)?.layout.clone();
         for index in 0..sources {
             let Some(source) = self.claims.get(&id).and_then(|claim| claim.sources.get(index)) else {
@@ -81,7 +81,7 @@ impl Machine {
             }
             let Some(peer) = source.peer() else { continue };
             let target = Arc::new(target);
-            let opened = self.open_slot(SlotOwner::Claim(id, peer), Some(peer), pool, target, None);
+            let opened = self.open_slot(SlotOwner::Claim(id, peer), Some(peer), pull, pool, target.clone(), None);
             let slot = match opened {
                 Ok(slot) => slot,
                 Err(error) if error.kind() == ErrorKind::Busy => {
@@ -97,6 +97,7 @@ impl Machine {
             };
             claim.since = now;
             claim.sources[index].slot = Some(slot);
+            claim.sources[index].target = Some(target);
             self.grant_claim_slot(now, id, peer, slot);
         }
         Ok(())
@@ -197,14 +198,16 @@ impl Machine {
                 claim.sources[index].arrived = true;
             }
         }
+        self.stop_claim_reads(now, id);
         self.timers.clear(TimerKey::Deadline(id));
         self.starved.remove(&id);
-        let Some(claim) = self.claims.get_mut(&id) else { return };
+        let Some(claim) = self.claims.get(&id) else { return };
+        let limit = now + self.fence_limit(claim.sources.iter().filter_map(Source::peer));
         if claim.is_done() {
             self.claim_arrived(now, id);
             return;
         }
-        let limit = now + self.config.fence_limit;
+        let Some(claim) = self.claims.get_mut(&id) else { return };
         let error = if claim.slots().next().is_some() {
             maybe_written(&error)
         } else {
@@ -296,6 +299,7 @@ impl Machine {
     /// Reports the end and tells all sources.
     pub(super) fn finish_claim(&mut self, now: Time, id: HandleId, result: Result<Outcome>) {
         let unsent = self.claim_message(now, id);
+        self.stop_claim_reads(now, id);
         let Some(claim) = self.claims.remove(&id) else { return };
         self.timers.clear(TimerKey::Deadline(id));
         self.timers.clear(TimerKey::Fence(id));

@@ -138,18 +138,13 @@ impl Machine {
             peer.pools = hello
                 .pools
                 .into_iter()
-                .map(|advert| {
-                    let pool = PeerPool {
-                        layout: Arc::new(advert.layout),
-                        serves: advert.serves,
-                        receives: advert.receives,
-                    };
-                    (advert.id, pool)
-                })
+                .map(|advert| (advert.id, PeerPool::of(advert)))
                 .collect();
             peer.pools_told = peer.pools.last_key_value().map(|(id, _)| *id);
         }
         if fresh {
+            // Another session, another try of every transport.
+            peer.failures.clear();
             peer.session = Some(Session::new(number, token, dialed));
         }
         let beat = peer.heartbeat;

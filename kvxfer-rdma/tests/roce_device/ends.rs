@@ -104,7 +104,11 @@ pub(crate) const CAPACITY: QueuePairCapacity = QueuePairCapacity {
 
 impl End {
     pub(crate) fn new(port: &Port) -> End {
-        let domain = ProtectionDomain::new(&port.context).unwrap();
+        End::in_domain(port, &ProtectionDomain::new(&port.context).unwrap())
+    }
+
+    pub(crate) fn in_domain(port: &Port, domain: &ProtectionDomain) -> End {
+        let domain = domain.clone();
         let channel = CompletionChannel::new(&port.context).unwrap();
         let sends = CompletionQueue::new(&port.context, 64, Some(&channel)).unwrap();
         let receives = CompletionQueue::new(&port.context, 64, Some(&channel)).unwrap();
@@ -195,7 +199,18 @@ impl End {
 
 /// Two ends that can send to each other.
 pub(crate) fn connected(ports: &[Port; 2]) -> [End; 2] {
-    let mut ends = [End::new(&ports[0]), End::new(&ports[1])];
+    connect([End::new(&ports[0]), End::new(&ports[1])], ports)
+}
+
+/// The same, both in one protection domain of their device.
+pub(crate) fn connected_in(domain: &ProtectionDomain, ports: &[Port; 2]) -> [End; 2] {
+    connect(
+        [End::in_domain(&ports[0], domain), End::in_domain(&ports[1], domain)],
+        ports,
+    )
+}
+
+fn connect(mut ends: [End; 2], ports: &[Port; 2]) -> [End; 2] {
     let psn = [0x12_3456, 0xff_fff0];
     for side in 0..2 {
         ends[side].aim(&ports[1 - side]);

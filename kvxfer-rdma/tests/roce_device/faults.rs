@@ -12,11 +12,11 @@ use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::probe::{Availability, Level, ProbeOptions, probe};
 use kvxfer_rdma::registry::{Registry, RegistryOptions, RemoteRegions};
 use kvxfer_rdma::verbs::{
-    Access, AsyncEventKind, CompletionBuffer, Context, DmabufSupport, Library, Operation, QueuePair, Request,
-    SendBatch, Sge, Status, VerbsError,
+    Access, AsyncEventKind, CompletionBuffer, Context, DmabufSupport, ForkStatus, Library, Operation, QueuePair,
+    Request, SendBatch, Sge, Status, VerbsError,
 };
 
-use crate::ends::{CAPACITY, End, LIMIT, Port, completions, connected, pair_of, pattern, ports_of};
+use crate::ends::{CAPACITY, End, LIMIT, Port, completions, connected, connected_in, pair_of, pattern, ports_of};
 use crate::registry::hidden;
 
 const BOTH: RegionAccess = RegionAccess {
@@ -379,4 +379,129 @@ fn a_send_that_the_device_refuses_reports_where_it_stopped() {
     assert_eq!((error.posted, error.source.errno()), (0, Some(libc::EIO)), "{error}");
     assert_eq!(error.source.device(), Some("fake0"));
     assert_eq!(a.sends.poll(&mut CompletionBuffer::new(4)).unwrap(), 0);
+}
+
+/// A device that keeps accepted bytes back for a minute, and lets go of those of a region only when that region is read:
+/// the flush of a pool that only receives reads little, with a key that no peer knows, and is enough.
+#[test]
+fn a_flush_reaches_every_registration_of_a_pool_that_only_receives() {
+    let fabric = fabric(&[
+        ("fake1", "late_placement_us", "60000000"),
+        ("fake1", "flush_scope", "region"),
+        ("fake1", "max_mr_size", "65536"),
+    ]);
+    let [mut a, b] = connected(&ports(&fabric));
+    let registry = Registry::new(vec![b.domain.clone()], RegistryOptions::default()).unwrap();
+    let region = Region::allocate(200_000).unwrap();
+    let receives = RegionAccess {
+        serves: false,
+        receives: true,
+    };
+    let registered = registry.register(slice::from_ref(&region), receives).unwrap();
+    let remote = RemoteRegions::parse(&registered.keys).unwrap();
+    let source = a.memory(200_000, Access::default());
+    source.fill(pattern(4));
+    let mut batch = SendBatch::new(8, 8);
+    let mut done = 0;
+    while done < 200_000 {
+        let key = remote.locate(0, done, 1, 0).unwrap();
+        let segment = Sge {
+            address: source.address + done,
+            length: key.until_edge as u32,
+            lkey: source.region.lkey(),
+        };
+        assert!(batch.push(signalled(Operation::Write, key.address, key.rkey), &[segment]));
+        done += key.until_edge;
+    }
+    let writes = batch.len();
+    a.pair.post_send(&mut batch).unwrap();
+    completions(&a.sends, writes);
+    let mut got = vec![0; 200_000];
+    region.copy_out(0, &mut got).unwrap();
+    assert!(got.iter().all(|&byte| byte == 0), "bytes are late");
+
+    // As the engine does: the queue pair to the peer is gone, the device reads its own memory.
+    b.pair.destroy().unwrap();
+    let same = [b.port.clone(), b.port.clone()];
+    let [mut near, _far] = connected_in(&b.domain, &same);
+    let into = near.memory(
+        64,
+        Access {
+            local_write: true,
+            ..Access::default()
+        },
+    );
+    let keys = registry.written_by_peers();
+    for target in keys.iter().flat_map(|keys| keys.flush_targets(0)) {
+        let segment = Sge {
+            address: into.address,
+            length: 1,
+            lkey: into.region.lkey(),
+        };
+        assert!(batch.push(signalled(Operation::Read, target.address, target.rkey), &[segment]));
+    }
+    assert_eq!(batch.len(), 4);
+    near.pair.post_send(&mut batch).unwrap();
+    assert!(
+        completions(&near.sends, 4)
+            .iter()
+            .all(|one| one.status == Status::Success)
+    );
+    region.copy_out(0, &mut got).unwrap();
+    assert_eq!(got, source.read());
+}
+
+fn signalled(operation: Operation, remote_address: u64, rkey: u32) -> Request {
+    Request {
+        wr_id: 1,
+        operation,
+        remote_address,
+        rkey,
+        signalled: true,
+        fence: false,
+    }
+}
+
+#[test]
+fn an_older_library_is_used_as_far_as_it_goes() {
+    let fabric = fabric(&[("*", "gids", "::ffff:10.1.1.1/v1")]);
+    let missing = |symbols: &[&str]| Library::load(Some(&fabric.library_without(symbols).unwrap()));
+    let error = missing(&["ibv_create_qp"]).unwrap_err();
+    assert!(
+        matches!(
+            error,
+            VerbsError::MissingSymbol {
+                symbol: "ibv_create_qp",
+                ..
+            }
+        ),
+        "{error:?}"
+    );
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+
+    let library = missing(&[
+        "ibv_reg_dmabuf_mr",
+        "ibv_reg_mr_iova2",
+        "_ibv_query_gid_ex",
+        "ibv_is_fork_initialized",
+    ])
+    .unwrap();
+    assert!(!library.knows_dmabuf());
+    assert_eq!(library.fork_status(), ForkStatus::Unknown);
+    let context = Context::open(&library, "fake0").unwrap();
+    assert_eq!(context.gids(1).unwrap().len(), 1);
+    let domain = kvxfer_rdma::verbs::ProtectionDomain::new(&context).unwrap();
+    assert!(matches!(domain.dmabuf_support(), DmabufSupport::No(_)));
+    let dmabuf = device_memory().unwrap();
+    let error = domain
+        .register_dmabuf(dmabuf.fd.as_fd(), 0, 4096, 4096, Access::default())
+        .unwrap_err();
+    assert!(error.to_string().contains("rdma-core 34"), "{error}");
+    let memory = vec![0u8; 4096];
+    let relaxed = Access {
+        relaxed_ordering: true,
+        ..Access::default()
+    };
+    // SAFETY: the memory outlives the registration, which is dropped in this statement.
+    unsafe { domain.register(memory.as_ptr() as u64, 4096, relaxed) }.unwrap();
 }

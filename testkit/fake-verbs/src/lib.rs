@@ -101,5 +101,6 @@ mod responder;
 mod seen;
 mod state;
 mod thread;
+mod watch;
 
 pub use fabric::FakeFabric;

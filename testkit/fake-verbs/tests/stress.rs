@@ -130,6 +130,15 @@ fn run(seed: u64) {
     assert_eq!(got, expected, "seed {seed}");
     assert_eq!(b.wait(immediates).len(), immediates);
     b.deregister(to);
+    for (left, right) in pairs {
+        left.destroy();
+        right.destroy();
+    }
+    a.deregister(from);
+    a.deregister(home);
+    a.close();
+    b.close();
+    assert_eq!(fabric.counter("*", "misuse"), 0);
     for (_, place, length, read) in written {
         let range = place..place + length;
         assert!(

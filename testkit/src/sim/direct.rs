@@ -82,6 +82,9 @@ pub(crate) struct QpEnd {
     last_arrival: Time,
     /// Everything that this end's device has accepted is in memory by then.
     settled: Time,
+    /// Immediates that the device has and the thread has not seen.
+    unseen: Vec<Close>,
+    /// Those without the message that says what they close. Kept beyond the fence: the message may come later.
     immediates: BTreeSet<Close>,
     announced: BTreeMap<Close, Vec<ChunkHeader>>,
     why: Option<Error>,
@@ -182,6 +185,11 @@ pub(crate) enum DeviceEvent {
     Breaks {
         qp: QpIndex,
     },
+    /// An end's device says so: a completion with an error.
+    Noticed {
+        qp: QpIndex,
+        end: usize,
+    },
     /// The queue pair's fence ends.
     Fenced {
         qp: QpIndex,
@@ -230,6 +238,7 @@ impl QpEnd {
             next_close: BTreeMap::new(),
             last_arrival: Time::ZERO,
             settled: Time::ZERO,
+            unseen: Vec::new(),
             immediates: BTreeSet::new(),
             announced: BTreeMap::new(),
             why: None,
@@ -262,7 +271,11 @@ impl World {
             DeviceEvent::ReadAtPeer { qp, end, batch } => self.qp_read_at_peer(qp, end, batch),
             DeviceEvent::Completed { qp, end, batch } => self.qp_completed(qp, end, batch),
             DeviceEvent::Deadline { qp, end, batch } => self.qp_deadline(qp, end, batch),
-            DeviceEvent::Breaks { qp } => self.qps[qp].broken = true,
+            DeviceEvent::Breaks { qp } => self.qp_breaks(qp),
+            DeviceEvent::Noticed { qp, end } => {
+                let why = Error::new(ErrorKind::Transport, "a lane").because("the device gave up repeating");
+                self.close_qp(qp, end, why);
+            }
             DeviceEvent::Fenced { qp, end } => self.qp_fenced(qp, end),
             DeviceEvent::RevokeTimeout { link, slot } => self.revoke_timeout(link, slot),
             DeviceEvent::Quiet { link, slot } => self.slot_is_quiet(link, slot),
@@ -283,6 +296,7 @@ impl World {
             DeviceEvent::Immediate { qp, end, .. }
             | DeviceEvent::Completed { qp, end, .. }
             | DeviceEvent::Deadline { qp, end, .. }
+            | DeviceEvent::Noticed { qp, end }
             | DeviceEvent::Fenced { qp, end } => of_end(*qp, *end),
             DeviceEvent::Transmit { .. }
             | DeviceEvent::Arrive { .. }
@@ -415,6 +429,17 @@ impl World {
         }
         self.coverage.reach(Point::DirectLane);
         self.wake_direct(link);
+    }
+
+    /// Mostly the devices notice; if not, work without progress is.
+    fn qp_breaks(&mut self, qp: QpIndex) {
+        self.qps[qp].broken = true;
+        for end in 0..2 {
+            if self.rng.percent(85) {
+                let at = self.now + Duration::from_micros(self.rng.within(1..4_000));
+                self.device_at(at, DeviceEvent::Noticed { qp, end });
+            }
+        }
     }
 
     fn end_of_qp(&self, qp: QpIndex, link: LinkIndex) -> usize {

@@ -22,6 +22,10 @@ impl World {
 
     pub(super) fn qp_fenced(&mut self, qp: QpIndex, end: usize) {
         let name = self.qps[qp].name;
+        // Draining: what had come counts.
+        for close in self.qps[qp].ends[end].unseen.clone() {
+            self.qp_immediate(qp, end, close);
+        }
         let side = &mut self.qps[qp].ends[end];
         let Some(link) = side.link else { return };
         side.state = QpState::Gone;

@@ -273,6 +273,7 @@ impl World {
         if !self.takes(qp, end) {
             return;
         }
+        self.qps[qp].ends[end].unseen.push(close);
         let ready = self.qps[qp].ends[end].settled.max(self.now) + self.poll_delay();
         self.device_at(ready, DeviceEvent::Immediate { qp, end, close });
         let (node, to) = (self.qps[qp].ends[end].node, self.qps[qp].ends[1 - end].node);
@@ -287,12 +288,13 @@ impl World {
         );
     }
 
+    /// The thread sees an immediate: of its own accord, or when it drains a queue pair that is being fenced.
     pub(super) fn qp_immediate(&mut self, qp: QpIndex, end: usize, close: Close) {
         let side = &mut self.qps[qp].ends[end];
-        // A fence takes what had come before it, in order, by itself.
-        if side.state == QpState::Gone {
+        let Some(place) = side.unseen.iter().position(|unseen| *unseen == close) else {
             return;
-        }
+        };
+        side.unseen.remove(place);
         side.immediates.insert(close);
         self.match_close(qp, end, close);
         if let Some(link) = self.qps[qp].ends[end].link {

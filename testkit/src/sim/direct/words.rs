@@ -79,11 +79,8 @@ impl World {
             Words::Revoked(slot) => self.revocation_answered(link, slot),
             Words::Closing { qp, close, chunks } => {
                 let end = self.end_of_qp(qp, link);
-                let side = &mut self.qps[qp].ends[end];
-                if side.state != QpState::Gone {
-                    side.announced.insert(close, chunks);
-                    self.match_close(qp, end, close);
-                }
+                self.qps[qp].ends[end].announced.insert(close, chunks);
+                self.match_close(qp, end, close);
             }
             Words::UserMessage { header, bytes } => self.user_message(link, &header, &bytes),
             Words::LaneDown { qp } => {

@@ -37,7 +37,7 @@
 //! | `active_mtu` | 256 … 4096 | 4096 | also the most that modify_qp takes |
 //! | `lid` | number | 0 | a change raises LID_CHANGE |
 //! | `max_qp`, `max_qp_wr`, `max_sge`, `max_sge_rd`, `max_cqe`, `max_mr_size`, `max_qp_rd_atom`, `max_msg_sz` | number | 4096, 16384, 32, 32, 4194303, 2^64-1, 16, 2^30 | attributes, enforced |
-//! | `pci_path` | path | `<fabric>/fakeN` | what the device list says the device's path in sysfs is; read when the device is first listed. Tests may put files there |
+//! | `pci_path` | path | `<fabric>/fakeN` | what the device list says the device's path in sysfs is; read when the device is first listed. [`FakeFabric::place`] puts there what says where the device sits |
 //! | `memlock_bytes` | number | no limit | registering more in one context is ENOMEM |
 //! | `dmabuf` | `on`, `off` | `off` | `on`: any descriptor that can be mapped is taken; `off`: EOPNOTSUPP |
 //! | `bandwidth_bytes_per_s` | number, 0: no limit | 0 | what each context sends: WRITEs and answers to READs |
@@ -48,6 +48,7 @@
 //! | `late_placement_us` | number | 0 | WRITEs are accepted and acknowledged, but put in memory only that much later: even if the queue pair is in ERR, reset or destroyed by then. Earlier only by a READ from the context to itself (all), a READ on the same queue pair (its own), a receive completed by an immediate on the same queue pair (its own), or dereg_mr (the region's) |
 //! | `flush_scope` | `device`, `region` | `device` | `region`: a READ from the context to itself forces only what is late in the region that it reads |
 //! | `completions` | `deliver`, `withhold` | `deliver` | `withhold`: completions take room in the queue but are not seen until it is `deliver` |
+//! | `completion_delay_us` | number | 0 | completions are seen that much later, in their order |
 //! | `complete_with` | `STATUS[:count[:after]]`, `off` | `off` | the next requests fail with this status (`REM_OP_ERR`, `RETRY_EXC_ERR`, … or a number); `after`: they are carried out first |
 //! | `retry_exceeded` | `on`, `off` | `on` | `off`: a silent peer is never reported, as with rxe |
 //! | `min_timeout_us` | number | 50000 | the least time until a retry, whatever the queue pair's timeout, so that a busy machine does not look like a silent peer |

@@ -286,6 +286,29 @@ fn completions_can_be_wrong_before_or_after_the_bytes_have_moved() {
 }
 
 #[test]
+fn ends_with_different_path_mtus_understand_only_short_messages() {
+    let set = Set::new(&[]);
+    let (left, right) = (
+        Pair::new(&set.a, Options::default()),
+        Pair::new(&set.b, Options::default()),
+    );
+    left.connect(right.number(), set.b.gid(1));
+    assert_eq!(right.init(), 0);
+    let small = Options {
+        mtu: sys::IBV_MTU_256,
+        ..Options::default()
+    };
+    let right = Pair {
+        options: small,
+        ..right
+    };
+    assert_eq!(right.ready_to_receive(left.number(), set.a.gid(1)), 0);
+    left.post(&[set.write(1, 256), set.write(2, 257)]);
+    let expected = [(1, sys::IBV_WC_SUCCESS), (2, sys::IBV_WC_REM_INV_REQ_ERR)];
+    assert_eq!(statuses(&set.a.wait(2)), expected);
+}
+
+#[test]
 fn more_reads_than_agreed_are_an_invalid_request() {
     let set = Set::new(&[("fake1", "bandwidth_bytes_per_s", "20000000")]);
     let greedy = Pair::new(

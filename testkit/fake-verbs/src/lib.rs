@@ -46,7 +46,7 @@
 //! | `network_hold` | `on`, `off` | `off` | packets to this device (requests and answers) stay in the network until it is off; then they meet the queue pair that has the number by then |
 //! | `drop_percent` | 0 … 100 | 0 | packets to this device that are lost (and sent again, as reliable connections do) |
 //! | `late_placement_us` | number | 0 | WRITEs are accepted and acknowledged, but put in memory only that much later: even if the queue pair is in ERR, reset or destroyed by then. Earlier only by a READ from the context to itself (all), a READ on the same queue pair (its own), a receive completed by an immediate on the same queue pair (its own), or dereg_mr (the region's) |
-//! | `flush_scope` | `device`, `region` | `device` | `region`: a READ from the context to itself forces only what is late in the region that it reads |
+//! | `flush_scope` | `device`, `region` | `device` | `region`: a READ from the context to itself forces only what is late in the region that it reads, and in others that share addresses with it |
 //! | `completions` | `deliver`, `withhold` | `deliver` | `withhold`: completions take room in the queue but are not seen until it is `deliver` |
 //! | `completion_delay_us` | number | 0 | completions are seen that much later, in their order |
 //! | `complete_with` | `STATUS[:count[:after]]`, `off` | `off` | the next requests fail with this status (`REM_OP_ERR`, `RETRY_EXC_ERR`, … or a number); `after`: they are carried out first |

@@ -165,9 +165,14 @@ impl State {
     /// same queue pair always, from this device to itself for everything the device has accepted.
     fn start_read(&mut self, qp: &mut QueuePair, header: &Header, looped: bool, counted: bool) {
         let only_region = self.settings.flush_region_only;
-        let extent = self.regions.remote_extent(header.key).unwrap_or((0, 0));
+        let extents = if only_region && looped {
+            self.regions.remote_extents(header.key)
+        } else {
+            Vec::new()
+        };
         let flushed = self.force_late(|late, _| {
-            let inside = late.to.addr().wrapping_sub(extent.0) < extent.1;
+            let to = late.to.addr();
+            let inside = extents.iter().any(|(first, length)| to.wrapping_sub(*first) < *length);
             std::ptr::eq(late.qp, qp.handle) || (looped && (!only_region || inside))
         });
         add(&self.device.counters.late_bytes_flushed, flushed);

@@ -259,7 +259,8 @@ fn find_library() -> io::Result<PathBuf> {
     let executable = std::env::current_exe()?;
     let own = executable.parent().unwrap_or(Path::new("."));
     let above = own.parent().unwrap_or(own);
-    let places = [own.to_owned(), own.join("deps"), above.join("deps"), above.to_owned()];
+    // `deps` first: what lies beside a binary may be older than what was built as a dependency.
+    let places = [own.join("deps"), own.to_owned(), above.join("deps"), above.to_owned()];
     let found = places.iter().map(|place| place.join(BUILT)).find(|path| path.exists());
     found.ok_or_else(|| {
         let what = format!(

@@ -55,6 +55,9 @@
 //! | `fail` | `verb:errno[:count[:skip]]` with commas | none | verbs that fail, `count` times, after `skip` calls that do not: `get_device_list`, `open_device`, `query_device`, `query_port`, `query_gid`, `query_gid_ex`, `alloc_pd`, `dealloc_pd`, `reg_mr`, `reg_dmabuf_mr`, `dereg_mr`, `create_comp_channel`, `create_cq`, `destroy_cq`, `create_qp`, `modify_qp` (`.init`, `.rtr`, `.rts`, `.err`, `.reset`), `query_qp`, `destroy_qp`, `post_send`, `post_send.one` (each request of a list), `post_recv`, `poll_cq`, `req_notify_cq`; errno by name or number |
 //! | `event` | `port_down:1`, `port_active:1`, `gid_change:1`, `lid_change:1`, `pkey_change:1`, `sm_change:1`, `client_reregister:1`, `qp_fatal:QPN`, `device_fatal` | none | raises the event once for each change of the value (`port_down:1#2`), without changing the port. `device_fatal` also moves all queue pairs to ERR and makes verbs fail with EIO |
 //!
+//! Programs that are not in Rust call `kvx_fake_set(device, key, value)` and `kvx_fake_counter(device, name)` of the
+//! library they have loaded, which is what [`FakeFabric`] does.
+//!
 //! # Counters
 //!
 //! [`FakeFabric::counter`] gives what the devices of this process have done: `writes_posted`, `bytes_written`,

@@ -238,7 +238,7 @@ fn reset_loses_completions_and_a_reused_number_takes_old_packets() {
     let (left, _right) = Pair::connected(&set.a, &set.b, options);
     left.post(&[set.write(1, 1000)]);
     eventually("written", || set.fabric.counter("fake1", "bytes_written") == 2000);
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    std::thread::sleep(std::time::Duration::from_millis(300));
     assert_eq!(left.to(sys::IBV_QPS_RESET), 0);
     assert_eq!(set.fabric.counter("fake0", "completions_lost"), 1);
     assert!(set.a.poll().is_empty());

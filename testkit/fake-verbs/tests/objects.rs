@@ -323,7 +323,7 @@ fn withheld_completions_come_when_they_are_let_go() {
 
 #[test]
 fn delayed_completions_come_later_and_in_order() {
-    let fabric = FakeFabric::with(&[("fake0", "completion_delay_us", "100000")]).unwrap();
+    let fabric = FakeFabric::with(&[("fake0", "completion_delay_us", "600000")]).unwrap();
     let verbs = load(&fabric);
     let (a, b) = (Device::open(&verbs, "fake0"), Device::open(&verbs, "fake1"));
     let (left, right) = Pair::connected(&a, &b, Options::default());
@@ -331,11 +331,13 @@ fn delayed_completions_come_later_and_in_order() {
     let start = std::time::Instant::now();
     left.post(&[Request::immediate(1, 0)]);
     b.wait(1);
+    // The acknowledgement is there by then, and the completion made.
+    std::thread::sleep(Duration::from_millis(200));
     fabric.set_now("fake0", "completion_delay_us", "0").unwrap();
     left.post(&[Request::immediate(2, 0)]);
     let both: Vec<u64> = a.wait(2).iter().map(|wc| wc.wr_id).collect();
     assert_eq!(both, [1, 2]);
-    assert!(start.elapsed() >= Duration::from_millis(100));
+    assert!(start.elapsed() >= Duration::from_millis(600));
 }
 
 #[test]

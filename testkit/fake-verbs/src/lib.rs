@@ -32,7 +32,7 @@
 //! | `link_layer` | `ethernet`, `infiniband` | `ethernet` | InfiniBand is addressed by LID (set `lid`), Ethernet by GID |
 //! | `transport` | `ib`, `iwarp` | `ib` | what the device list says; read when the device is first listed |
 //! | `port_state` | `active`, `down`, `init`, `armed` | `active` | unless active, packets are lost in both directions (a connection of the context to itself goes on). A change raises PORT_ERR or PORT_ACTIVE |
-//! | `gids` | `none`, or entries `IPv6/v1`, `/v2`, `/ib`, `empty` with commas | `fe80::2ff:fe00:N/v2, ::ffff:10.99.0.N/v2`, N from 1 | the GID table. A change raises GID_CHANGE |
+//! | `gids` | `none`, or entries `IPv6/v1`, `/v2`, `/ib`, `empty` with commas | `fe80::200:ff:fe00:N/v2, ::ffff:10.99.0.N/v2`, N from 1 | the GID table. A change raises GID_CHANGE |
 //! | `ifindex` | number | 0 | the network interface of each GID |
 //! | `active_mtu` | 256 … 4096 | 4096 | also the most that modify_qp takes |
 //! | `lid` | number | 0 | a change raises LID_CHANGE |

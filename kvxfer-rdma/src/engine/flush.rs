@@ -207,9 +207,10 @@ impl Loop {
         let port = device.first_port()?;
         let way = device.gid_for(&port, &[])?;
         let sequences = (random::bits24(), random::bits24());
-        for (this, other, own_sequence, other_sequence) in
-            [(&near, &far, sequences.0, sequences.1), (&far, &near, sequences.1, sequences.0)]
-        {
+        for (this, other, own_sequence, other_sequence) in [
+            (&near, &far, sequences.0, sequences.1),
+            (&far, &near, sequences.1, sequences.0),
+        ] {
             this.to_init(&InitState {
                 port: port.number,
                 pkey_index: 0,
@@ -266,7 +267,14 @@ impl Loop {
                 signalled: true,
                 fence: false,
             };
-            batch.push(request, &[Sge { address, length: 1, lkey }]);
+            batch.push(
+                request,
+                &[Sge {
+                    address,
+                    length: 1,
+                    lkey,
+                }],
+            );
         }
         running.outstanding = count as u32;
         self.near.post_send(&mut batch).map_err(|error| {

@@ -164,7 +164,10 @@ impl Registry {
     /// write, on the device with this index.
     pub fn flush_targets(&self, device: usize) -> Vec<FlushTarget> {
         let map = self.inner.regions.read();
-        map.values().flatten().flat_map(|keys| keys.flush_targets(device)).collect()
+        map.values()
+            .flatten()
+            .flat_map(|keys| keys.flush_targets(device))
+            .collect()
     }
 
     /// The regions that are registered, each once for every pool that has it.

@@ -235,6 +235,8 @@ impl Lane {
         let Some(pair) = &mut self.pair else { return };
         current.sent.whole = true;
         let header = current.sent.header;
+        let counters = &self.link.rails[usize::from(self.rail)].counters;
+        add(&counters.posted_bytes, header.length.into());
         if current.sent.direction == Direction::Read {
             turn.scratch.recycle(current.local, current.remote);
             pair.mark(StandsFor::Chunk(current.sent));

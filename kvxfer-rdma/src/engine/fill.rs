@@ -236,7 +236,11 @@ impl Lane {
         current.sent.whole = true;
         let header = current.sent.header;
         let counters = &self.link.rails[usize::from(self.rail)].counters;
-        add(&counters.posted_bytes, header.length.into());
+        let posted = match current.sent.direction {
+            Direction::Write => &counters.posted_writes,
+            Direction::Read => &counters.posted_reads,
+        };
+        add(posted, header.length.into());
         if current.sent.direction == Direction::Read {
             turn.scratch.recycle(current.local, current.remote);
             pair.mark(StandsFor::Chunk(current.sent));

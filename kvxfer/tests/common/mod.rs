@@ -177,6 +177,14 @@ pub fn metric_sum(endpoint: &Endpoint, name: &str, labels: &str) -> f64 {
         .sum()
 }
 
+/// Bytes that an endpoint's devices were told to move and have not said to have moved: `sent` or `read`.
+pub fn under_way(endpoint: &Endpoint, direction: &str) -> f64 {
+    let label = format!("direction=\"{direction}\"");
+    // In this order, so that what moves meanwhile does not seem to be under way.
+    let posted = metric_sum(endpoint, "kvxfer_rail_posted_bytes_total", &label);
+    posted - metric_sum(endpoint, "kvxfer_rail_bytes_total", &label)
+}
+
 /// The value of a gauge or counter without labels.
 pub fn metric(endpoint: &Endpoint, name: &str) -> f64 {
     let text = endpoint.metrics();

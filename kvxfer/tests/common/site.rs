@@ -113,7 +113,12 @@ impl Site {
     /// Takes the device's port down, or up again.
     pub fn port(&self, device: &str, up: bool) {
         match &self.fabric {
-            Some(fabric) => fabric.set(device, "port_state", if up { "active" } else { "down" }).unwrap(),
+            Some(fabric) => {
+                let state = if up { "active" } else { "down" };
+                // Here at once, elsewhere a moment later.
+                fabric.set_now(device, "port_state", state).unwrap();
+                fabric.set(device, "port_state", state).unwrap();
+            }
             None => soft_roce(&[if up { "up" } else { "down" }, device]),
         }
     }

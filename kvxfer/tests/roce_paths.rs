@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use common::*;
 use kvxfer::{Config, Endpoint, ErrorKind, GrantOptions, Path, PushOptions, Role};
+use kvxfer_fake_verbs::FakeFabric;
 
 fn side(name: &str, config: Config) -> Side {
     Side::with(name, config, layout(), Role::Both)
@@ -79,11 +80,9 @@ fn rails_that_cannot_come_up_are_left_for_the_next_named_and_the_reason_is_said(
     let site = site::site();
     let sender = side("sender", named(&["rdma", "tcp"], 0));
     let receiver = side("receiver", named(&["rdma", "tcp"], 1));
-    site.port(&site.device(1), false);
+    let down = site.down(&site.device(1));
     let began = Instant::now();
-    let path = push(&sender, &receiver, "k");
-    site.port(&site.device(1), true);
-    assert_eq!(path.unwrap().transport, "tcp");
+    assert_eq!(push(&sender, &receiver, "k").unwrap().transport, "tcp");
     assert!(began.elapsed() < Duration::from_secs(8), "{:?}", began.elapsed());
     for (from, to) in [(&sender, &receiver), (&receiver, &sender)] {
         let text = from.endpoint.explain(&to.endpoint.address());
@@ -91,6 +90,7 @@ fn rails_that_cannot_come_up_are_left_for_the_next_named_and_the_reason_is_said(
         assert!(text.contains("rail"), "{text}");
         assert_eq!(metric(&from.endpoint, "kvxfer_control_transports_failed"), 1.0);
     }
+    drop(down);
 }
 
 #[test]
@@ -98,7 +98,7 @@ fn rdma_alone_is_never_replaced() {
     let site = site::site();
     let sender = side("sender", named(&["rdma"], 0));
     let receiver = side("receiver", named(&["rdma"], 1));
-    site.port(&site.device(1), false);
+    let down = site.down(&site.device(1));
     let before = snapshot(&receiver.pool);
     let granted = receiver.pool.grant(tokens(16, [3]), GrantOptions::default()).unwrap();
     let transfer = sender
@@ -117,7 +117,7 @@ fn rdma_alone_is_never_replaced() {
     drop((granted, transfer));
     assert_eq!(before, snapshot(&receiver.pool));
     // Once it is mended it is found again.
-    site.port(&site.device(1), true);
+    drop(down);
     eventually("the rail comes up", || push(&sender, &receiver, "again").is_ok_and(|path| path.transport == "rdma"));
 }
 
@@ -139,20 +139,17 @@ fn rdma_that_is_named_and_not_there_is_an_error() {
         );
         assert!(error.to_string().contains("nope7"), "{error}");
     }
-    let Some(fabric) = &site::site().fabric else { return };
-    for (key, value, words) in [("devices", "0", "device"), ("port_state", "down", "down"), ("gids", "none", "GID")] {
-        fabric.set_now("*", key, value).unwrap();
+    if site::site().is_real() {
+        return;
+    }
+    for (key, value, words) in [("devices", "0", "device"), ("port_state", "down", "the port is down"), ("gids", "none", "GID")] {
+        let fabric = FakeFabric::with(&[("*", key, value)]).unwrap();
         let mut config = named(&["rdma"], 0);
+        config.rdma.library = fabric.library_path().to_str().unwrap().into();
         config.devices = Vec::new();
         let error = refused(config);
         assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}");
         assert!(error.to_string().contains(words), "{key}: {error}");
-        let back = match key {
-            "devices" => "4",
-            "port_state" => "active",
-            _ => "::ffff:10.99.0.1",
-        };
-        fabric.set_now("*", key, back).unwrap();
     }
 }
 

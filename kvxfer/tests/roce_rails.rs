@@ -12,7 +12,11 @@ use common::*;
 use kvxfer::{GrantOptions, Path, PoolLayout, PushOptions, Role, Selection, Transfer};
 
 const BLOCK_BYTES: u32 = 1 << 20;
-const BLOCKS: u32 = 128;
+
+/// Enough to be under way for some time.
+fn blocks() -> u32 {
+    site::site().count(128, 40)
+}
 
 fn sides(rails: usize) -> Option<(Side, Side)> {
     let site = site::site();
@@ -22,18 +26,18 @@ fn sides(rails: usize) -> Option<(Side, Side)> {
             config.devices = site.two_devices(side)?;
             config.rdma.rail_pairs = vec!["index".into()];
         }
-        let layout = PoolLayout::opaque(BLOCK_BYTES, BLOCKS).unwrap();
+        let layout = PoolLayout::opaque(BLOCK_BYTES, blocks()).unwrap();
         Some(Side::with(name, config, layout, Role::Both))
     };
     Some((side("sender", 0)?, side("receiver", 1)?))
 }
 
 fn all() -> Selection {
-    Selection::single(0, BLOCKS, (0..BLOCKS).collect())
+    Selection::single(0, blocks(), (0..blocks()).collect())
 }
 
 fn mark(side: &Side, first: u8) {
-    for block in 0..BLOCKS {
+    for block in 0..blocks() {
         let bytes = vec![first.wrapping_add(block as u8); BLOCK_BYTES as usize];
         side.pool.copy_in(0, block, 0, &bytes).unwrap();
     }
@@ -41,7 +45,7 @@ fn mark(side: &Side, first: u8) {
 
 fn assert_marked(side: &Side, first: u8) {
     let mut bytes = vec![0; BLOCK_BYTES as usize];
-    for block in 0..BLOCKS {
+    for block in 0..blocks() {
         side.pool.copy_out(0, block, 0, &mut bytes).unwrap();
         let wrong = bytes.iter().position(|&byte| byte != first.wrapping_add(block as u8));
         assert_eq!(wrong, None, "block {block}");
@@ -88,14 +92,15 @@ fn a_rail_that_goes_down_is_left_and_rejoins() {
     push(&sender, &receiver, 1, |_| {});
     for rail in ["rail=\"0\"", "rail=\"1\""] {
         let bytes = metric_sum(&receiver.endpoint, "kvxfer_rail_bytes_total", rail);
-        assert!(bytes > f64::from(BLOCK_BYTES * BLOCKS) / 5.0, "{rail} carried {bytes} bytes");
+        assert!(bytes > f64::from(BLOCK_BYTES * blocks()) / 5.0, "{rail} carried {bytes} bytes");
     }
     // At either side: on fakes the peer's port, which the sender's device hears nothing of.
     for (round, side) in [(0, 0), (1, 1), (2, 0)] {
         let device = site.device(side);
         let (before, in_doubt) = (losses(&sender), metric_sum(&sender.endpoint, "kvxfer_rail_in_doubt_chunks_total", ""));
+        let mut down = None;
         push(&sender, &receiver, 20 + 3 * round, |transfer| {
-            site.port(&device, false);
+            down = Some(site.down(&device));
             assert!(!transfer.done().is_done(), "it was too fast for this test");
         });
         assert!(losses(&sender) > before, "the rail was not lost");
@@ -103,7 +108,7 @@ fn a_rail_that_goes_down_is_left_and_rejoins() {
         println!("{doubts} chunks were in doubt");
         eventually("one rail is left", || rails_up(&sender, &receiver) == 1);
         push(&sender, &receiver, 21 + 3 * round, |_| {});
-        site.port(&device, true);
+        drop(down);
         eventually("the rail rejoins", || rails_up(&sender, &receiver) == 2 && rails_up(&receiver, &sender) == 2);
         push(&sender, &receiver, 22 + 3 * round, |_| {});
     }
@@ -122,7 +127,7 @@ fn the_only_rail_may_be_down_for_a_while() {
         let device = site.device(side);
         let before = losses(&sender);
         push(&sender, &receiver, 20 + round, |transfer| {
-            site.port(&device, false);
+            let down = site.down(&device);
             assert!(!transfer.done().is_done(), "it was too fast for this test");
             let until = Instant::now() + Duration::from_millis(1500);
             while Instant::now() < until {
@@ -130,7 +135,7 @@ fn the_only_rail_may_be_down_for_a_while() {
                 std::thread::sleep(Duration::from_millis(5));
             }
             assert!(losses(&sender) > before, "the rail was not lost");
-            site.port(&device, true);
+            drop(down);
         });
         eventually("the rail is back", || rails_up(&sender, &receiver) == 1);
     }

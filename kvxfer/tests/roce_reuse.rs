@@ -226,6 +226,100 @@ fn grants_are_cancelled_and_their_blocks_reused() {
 }
 
 #[test]
+fn a_restart_while_bytes_are_under_way_never_mixes_attempts() {
+    let site = site::site_with(site::SLOW);
+    let _delay = site.delay(2);
+    let (prefill, decode) = (side("prefill"), side("decode"));
+    let mut voided = 0;
+    let rounds = site.count(200, 30);
+    for n in 0..rounds {
+        let key = format!("again-{n}");
+        // Other blocks than the second attempt's: nothing waits for the first one's source.
+        mark(&prefill.pool, &blocks(0), OLD);
+        mark(&decode.pool, &blocks(2), 0xaa);
+        let offer = prefill.endpoint.offer(&key, &prefill.pool, OfferOptions::default()).unwrap();
+        offer.append(blocks(0)).unwrap();
+        offer.ready(0..REQUEST, ..).unwrap();
+        let claim = decode
+            .endpoint
+            .claim(&key, &decode.pool, &[prefill.endpoint.address()], ClaimOptions::default())
+            .unwrap();
+        claim.fill(blocks(2)).unwrap();
+        eventually("it is under way", || under_way(&prefill.endpoint, "sent") > 0.0 || claim.arrived().is_done());
+        if under_way(&prefill.endpoint, "sent") > 0.0 && offer.restart().is_ok() {
+            voided += 1;
+            mark(&prefill.pool, &blocks(1), new_mark(n));
+            offer.append(blocks(1)).unwrap();
+            offer.finish(REQUEST).unwrap();
+            claim.arrived().wait(LONG).unwrap();
+            assert_marked(&decode.pool, &blocks(2), new_mark(n), "the second attempt");
+            std::thread::sleep(Duration::from_millis(3));
+            assert_marked(&decode.pool, &blocks(2), new_mark(n), "the second attempt, later");
+        } else {
+            let _ = offer.finish(REQUEST);
+            let _ = claim.arrived().wait(LONG);
+        }
+        let _ = offer.released().wait(LONG);
+        assert!(offer.released().is_done());
+    }
+    println!("{voided} of {rounds} were restarted while bytes were under way");
+    assert!(voided > rounds / 4, "only {voided} of {rounds}");
+}
+
+#[test]
+fn deadlines_that_pass_while_bytes_are_under_way_leave_the_blocks_to_us() {
+    let site = site::site_with(site::SLOW);
+    let _delay = site.delay(20);
+    let (prefill, decode) = (side("prefill"), side("decode"));
+    prefill.endpoint.connect(&decode.endpoint.address(), LONG).unwrap();
+    let all = || Selection::single(0, REQUEST * TURNS, (0..REQUEST * TURNS).collect());
+    mark(&prefill.pool, &all(), OLD);
+    let mut exceeded = 0;
+    let rounds = site.count(100, 20);
+    for n in 0..rounds {
+        let pull = n % 2 == 1;
+        let offer = prefill
+            .endpoint
+            .offer(format!("late-{n}"), &prefill.pool, OfferOptions::default())
+            .unwrap();
+        offer.append(all()).unwrap();
+        offer.finish(REQUEST * TURNS).unwrap();
+        let options = ClaimOptions {
+            pull,
+            deadline: Some(Duration::from_millis(if site.is_real() { 30 } else { 4 })),
+            ..ClaimOptions::default()
+        };
+        let sources = [prefill.endpoint.address()];
+        let claim = decode
+            .endpoint
+            .claim(format!("late-{n}"), &decode.pool, &sources, options)
+            .unwrap();
+        let _ = claim.fill(all());
+        let (mover, direction) = if pull { (&decode, "read") } else { (&prefill, "sent") };
+        let mut was_under_way = false;
+        while !claim.arrived().is_done() {
+            was_under_way |= under_way(&mover.endpoint, direction) > 0.0;
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        match claim.arrived().wait(LONG) {
+            Ok(_) => assert_marked(&decode.pool, &all(), OLD, "in time"),
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
+                assert_ne!(error.destination(), kvxfer::Destination::Quarantined, "{error}");
+                exceeded += u32::from(was_under_way);
+                mark(&decode.pool, &all(), 0xaa);
+                std::thread::sleep(Duration::from_millis(4));
+                assert_marked(&decode.pool, &all(), 0xaa, "after the end");
+            }
+        }
+        let _ = offer.released().wait(LONG);
+        assert!(offer.released().is_done());
+    }
+    println!("{exceeded} of {rounds} deadlines passed while bytes were under way");
+    assert!(exceeded > rounds / 4, "only {exceeded} of {rounds}");
+}
+
+#[test]
 fn blocks_retracted_while_they_are_read_never_arrive() {
     let site = site::site_with(site::SLOW);
     let _delay = site.delay(2);

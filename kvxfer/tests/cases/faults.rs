@@ -13,7 +13,11 @@ use kvxfer_testkit::process::{ChildProcess, role};
 
 /// A block of the pools here: big, so that a transfer takes long enough to be interrupted.
 const BLOCK_BYTES: u32 = 1 << 20;
-const BIG_BLOCKS: u32 = 192;
+const BIG_BLOCKS: u32 = match crate::OVER.as_bytes() {
+    // On wires that are slow on purpose.
+    b"rdma" => 96,
+    _ => 192,
+};
 /// A dead peer is reported within this time.
 const REPORTED: Duration = Duration::from_secs(3);
 
@@ -327,6 +331,73 @@ fn a_stopped_sender_cannot_write_into_reclaimed_blocks() {
         return;
     }
     panic!("no transfer of 20 was slow enough to be stopped in the middle");
+}
+
+/// A claim of everything that is read from the peer, once some of it is there.
+fn pull_begun(side: &Side, peer: &mut Peer) -> Claim {
+    mark(side, 1);
+    peer.ask("mark 7", "marked");
+    peer.ask("offer k", "offered");
+    let options = ClaimOptions {
+        pull: true,
+        ..ClaimOptions::default()
+    };
+    let claim = side
+        .endpoint
+        .claim("k", &side.pool, &[peer.address.clone()], options)
+        .unwrap();
+    claim.fill(all()).unwrap();
+    begun(side, 7);
+    claim
+}
+
+#[test]
+fn a_killed_owner_of_what_is_read_is_reported_in_time_and_leaves_the_blocks_to_us() {
+    let _slow = slow();
+    let side = big_side("reader");
+    let mut peer = Peer::start(&[]);
+    let claim = pull_begun(&side, &mut peer);
+    peer.process.kill();
+    let killed = Instant::now();
+    match claim.arrived().wait(LONG) {
+        Ok(_) => assert_eq!(unlike(&side, 7), 0),
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+            assert!(killed.elapsed() < REPORTED, "{:?}", killed.elapsed());
+            assert_ne!(error.destination(), Destination::Quarantined, "{error}");
+            mark(&side, 9);
+            std::thread::sleep(Duration::from_millis(200));
+            assert_eq!(unlike(&side, 9), 0, "a byte landed after the end");
+        }
+    }
+}
+
+#[test]
+fn what_is_read_does_not_arrive_while_its_owner_stands_still() {
+    let _slow = slow();
+    let side = big_side("reader");
+    let mut peer = Peer::start(&[]);
+    let claim = pull_begun(&side, &mut peer);
+    peer.process.stop().unwrap();
+    let stopped = Instant::now();
+    // It may have arrived before.
+    std::thread::sleep(Duration::from_millis(20));
+    if claim.arrived().is_done() {
+        panic!("it was too fast for this test: {:?}", claim.arrived().poll());
+    }
+    // The owner's device may go on and serve all of it: whether that counts is the owner's to say.
+    match claim.arrived().wait(LONG) {
+        Ok(_) => panic!("it arrived after {:?}, and nobody can have said that it counts", stopped.elapsed()),
+        Err(error) => {
+            assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+            assert!(stopped.elapsed() < REPORTED, "{:?}", stopped.elapsed());
+        }
+    }
+    mark(&side, 9);
+    peer.process.resume().unwrap();
+    let ended = peer.ask("wait k", "ended k");
+    assert!(!ended.starts_with("ok") && ended != "open", "{ended}");
+    assert_eq!(unlike(&side, 9), 0, "a byte landed after the end was reported");
 }
 
 #[test]

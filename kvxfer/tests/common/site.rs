@@ -110,8 +110,17 @@ impl Site {
         Delay(self.is_real())
     }
 
-    /// Takes the device's port down, or up again.
-    pub fn port(&self, device: &str, up: bool) {
+    /// Takes the device's port down until the guard is dropped.
+    #[must_use]
+    pub fn down(self: &Rc<Self>, device: &str) -> Down {
+        self.port(device, false);
+        Down {
+            site: Rc::clone(self),
+            device: device.to_owned(),
+        }
+    }
+
+    fn port(&self, device: &str, up: bool) {
         match &self.fabric {
             Some(fabric) => {
                 let state = if up { "active" } else { "down" };
@@ -121,6 +130,18 @@ impl Site {
             }
             None => soft_roce(&[if up { "up" } else { "down" }, device]),
         }
+    }
+}
+
+/// A port that is down.
+pub struct Down {
+    site: Rc<Site>,
+    device: String,
+}
+
+impl Drop for Down {
+    fn drop(&mut self) {
+        self.site.port(&self.device, true);
     }
 }
 

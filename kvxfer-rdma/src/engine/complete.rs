@@ -19,8 +19,10 @@ pub(super) const RECEIVE: u64 = 1 << 63;
 impl Pair {
     /// Sorts one completion; its consequences follow in the lane's turn.
     pub(super) fn take(&mut self, completion: &Completion, now: Time, place: impl FnOnce() -> String) {
-        self.last_progress = now;
-        if completion.wr_id & RECEIVE != 0 {
+        if completion.wr_id & RECEIVE == 0 {
+            // What the peer sends says nothing of what this side has posted.
+            self.last_progress = now;
+        } else {
             self.receives = self.receives.saturating_sub(1);
         }
         if !completion.status.is_success() {
@@ -32,6 +34,9 @@ impl Pair {
                     vendor: completion.vendor_error,
                 };
                 self.failure.get_or_insert_with(|| error.into());
+                if completion.status.class() == ErrorClass::RemoteAccess && completion.wr_id & RECEIVE == 0 {
+                    self.refused_request.get_or_insert(completion.wr_id);
+                }
             } else {
                 let error = RdmaError::Lost {
                     place: place(),

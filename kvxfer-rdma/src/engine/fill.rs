@@ -260,6 +260,12 @@ impl Lane {
         current.sent.whole = true;
         current.sent.requests.1 = pair.next - 1;
         let header = current.sent.header;
+        let counters = &self.link.rails[usize::from(self.rail)].counters;
+        let posted = match current.sent.direction {
+            Direction::Write => &counters.posted_writes,
+            Direction::Read => &counters.posted_reads,
+        };
+        add(posted, header.length.into());
         if current.sent.direction == Direction::Read {
             turn.scratch.recycle(current.local, current.remote);
             pair.mark(StandsFor::Chunk(current.sent));

@@ -8,6 +8,7 @@ use std::time::Duration;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use kvxfer_core::{Error, ErrorKind, Result};
 
+use crate::way::Way;
 use crate::work::{self, Named, Pattern, Work};
 use crate::{demo, doctor, figures, node, replay, run};
 
@@ -73,13 +74,21 @@ pub(crate) enum Direction {
 pub(crate) enum Baseline {
     /// A plain pair of blocking sockets moving the same pieces.
     Raw,
+    /// perftest's ib_write_bw or ib_read_bw on the same device, with messages of the block size.
+    Ib,
 }
 
 #[derive(Debug, Args)]
 pub(crate) struct MeasureArgs {
-    /// Transport, by name; nothing else is fallen back to.
-    #[arg(long, default_value = "tcp")]
+    /// Transport: tcp or rdma, of which nothing else is fallen back to, or auto, which takes the best there is.
+    #[arg(long, default_value = "auto")]
     pub(crate) transport: String,
+    /// Devices, separated by commas: mlx5_0 (or mlx5_0:1, a port) for both sides, or ours=theirs [default: all].
+    #[arg(long, value_delimiter = ',')]
+    pub(crate) device: Vec<String>,
+    /// Rails, at most [default: the library's].
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=16))]
+    pub(crate) rails: Option<u16>,
     /// Which way the bytes go.
     #[arg(long, value_enum, default_value = "push")]
     pub(crate) direction: Direction,
@@ -107,10 +116,10 @@ pub(crate) struct MeasureArgs {
     /// Bytes of the pool on each side, in touched 4 KiB pages.
     #[arg(long, value_parser = size, default_value = "1GiB")]
     pub(crate) pool_bytes: u64,
-    /// Timed repetitions [default: the workload's].
+    /// Timed repetitions [default: the workload's; 9 against ib].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) reps: Option<u32>,
-    /// Repetitions before those [default: the workload's].
+    /// Repetitions before those [default: the workload's; 1 against ib].
     #[arg(long)]
     pub(crate) warm: Option<u32>,
     /// Check every byte of the destination pool at the end, and that nothing else changed.
@@ -151,9 +160,17 @@ impl MeasureArgs {
         named.iter().map(|named| named.work(self.pool_bytes)).collect()
     }
 
-    /// The patience as a duration.
+    /// How long to wait for others. Not at all where soft-RoCE's own kernel threads would be taken for others.
     pub(crate) fn patience(&self) -> Duration {
-        Duration::from_secs(self.patience)
+        match self.against {
+            Some(Baseline::Ib) => Duration::ZERO,
+            _ => Duration::from_secs(self.patience),
+        }
+    }
+
+    /// Our way to the target, and the target's to us.
+    pub(crate) fn ways(&self) -> Result<(Way, Way)> {
+        Way::both(&self.transport, &self.device, self.rails)
     }
 }
 

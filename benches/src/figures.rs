@@ -14,6 +14,7 @@ use crate::measure::{self, Bench, Measured, Plan};
 use crate::side::{self, Mover};
 use crate::statistics::{median, quantile, rounded};
 use crate::terminal::{self, GREEN, RED};
+use crate::way::Way;
 use crate::work::{ModelShape, Named, Shape, Work};
 
 /// Endpoints started, and connections made, for those two rows.
@@ -100,6 +101,11 @@ pub(crate) fn run(arguments: &FiguresArgs) -> Result<bool> {
     Ok(figures.verified)
 }
 
+/// Both sides by this transport, with all devices.
+fn by(transport: &str) -> (Way, Way) {
+    (Way::by(transport), Way::by(transport))
+}
+
 fn plan(arguments: &FiguresArgs) -> Plan {
     Plan {
         reps: arguments.reps,
@@ -112,7 +118,7 @@ fn plan(arguments: &FiguresArgs) -> Plan {
 
 /// Start, connect, memory, idle.
 fn endpoint_costs(arguments: &FiguresArgs, figures: &mut Figures) -> Result<()> {
-    let setup = measure::local(arguments.pool_bytes, &arguments.transport, &[Mover::Push]);
+    let setup = measure::local(arguments.pool_bytes, by(&arguments.transport), &[Mover::Push]);
     let mut bench = Bench::with_child(&setup)?;
     let idle = bench.idle(IDLE_SECONDS)?;
     let work = Named::W5.work(arguments.pool_bytes)?;
@@ -123,7 +129,7 @@ fn endpoint_costs(arguments: &FiguresArgs, figures: &mut Figures) -> Result<()> 
     let mut connects = Vec::new();
     for number in 0..STARTS {
         let begun = Instant::now();
-        let endpoint = side::build_endpoint(&format!("start-{number}"), setup.listen, &setup.transport, false)?;
+        let endpoint = setup.ours.endpoint(&format!("start-{number}"), setup.listen, false)?;
         starts.push(begun.elapsed().as_secs_f64() * 1e3);
         let begun = Instant::now();
         endpoint.connect(&bench.target.address, Duration::from_secs(5))?;
@@ -190,7 +196,7 @@ fn endpoint_costs(arguments: &FiguresArgs, figures: &mut Figures) -> Result<()> 
 /// Push, pull and the baseline, interleaved.
 fn speeds(arguments: &FiguresArgs, figures: &mut Figures) -> Result<()> {
     let movers = [Mover::Push, Mover::RawPut, Mover::Pull];
-    let setup = measure::local(arguments.pool_bytes, &arguments.transport, &movers);
+    let setup = measure::local(arguments.pool_bytes, by(&arguments.transport), &movers);
     let mut bench = Bench::with_child(&setup)?;
     for (named, push_over_raw) in [
         (Named::W1, 0.85),
@@ -375,7 +381,7 @@ fn behind(arguments: &FiguresArgs, figures: &mut Figures) -> Result<()> {
         warm: 0,
         ping_pong: false,
     };
-    let mut setup = measure::local(work.shape.bytes(), &arguments.transport, &[Mover::Push]);
+    let mut setup = measure::local(work.shape.bytes(), by(&arguments.transport), &[Mover::Push]);
     setup.window_bytes = Some(WINDOW_BYTES.min(work.shape.bytes()));
     let mut bench = Bench::with_child(&setup)?;
     bench.take(&work)?;

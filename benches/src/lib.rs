@@ -11,6 +11,7 @@ mod figures;
 mod measure;
 pub mod memory;
 mod node;
+mod perftest;
 pub mod raw;
 mod replay;
 pub mod rng;
@@ -21,6 +22,7 @@ mod statistics;
 mod terminal;
 mod trace;
 mod usage;
+mod way;
 pub mod work;
 
 use std::process::ExitCode;

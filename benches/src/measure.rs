@@ -2,6 +2,7 @@
 //! pools.
 
 use std::collections::HashMap;
+use std::net::IpAddr;
 use std::time::{Duration, Instant};
 
 use kvxfer::{PullOptions, PushOptions};
@@ -9,11 +10,12 @@ use kvxfer_core::{Error, ErrorKind, Result};
 use serde::de::DeserializeOwned;
 
 use crate::control::{Channel, Child};
-use crate::side::{Flow, Idle, Mover, RepEnd, Request, Selections, Setup, Side, Started, TRANSFER_MAX, stamps_in_time};
+use crate::side::{Flow, Mover, RepEnd, Request, Selections, Setup, Side, Started, TRANSFER_MAX, stamps_in_time};
 use crate::statistics::{median, quantile};
-use crate::usage::{self, Quiet};
+use crate::usage::{self, Idle, Quiet};
+use crate::way::Way;
 use crate::work::Work;
-use crate::{raw, stamps, terminal};
+use crate::{perftest, raw, stamps, terminal};
 
 /// How long the target may take for an answer, checks of a whole pool included.
 const ANSWER_MAX: Duration = Duration::from_secs(180);
@@ -72,6 +74,7 @@ pub(crate) struct Bench {
     pub(crate) connect: Duration,
     other: Other,
     streams: Option<raw::Streams>,
+    listen: IpAddr,
 }
 
 /// One repetition.
@@ -115,7 +118,7 @@ impl Bench {
                 ))
                 .remedy("run the same version on both sides"));
         }
-        let side = Side::start("initiator", setup)?;
+        let side = Side::start("initiator", &setup.ours, setup)?;
         let begun = Instant::now();
         side.endpoint.connect(&target.address, CONNECT_MAX)?;
         let connect = begun.elapsed();
@@ -125,6 +128,7 @@ impl Bench {
             connect,
             other,
             streams: None,
+            listen: setup.listen,
         };
         if let Some(address) = bench.target.raw {
             // The kernel completes connections before they are accepted, so one thread can do both ends in turn.
@@ -148,6 +152,7 @@ impl Bench {
             flows: flows.clone(),
         })?;
         self.side.take(work, &flows, true)?;
+        let depth = self.side.endpoint.config().rdma.queue_depth;
         let mut measured: Vec<Measured> = movers.iter().map(|&mover| Measured::new(mover)).collect();
         let (reps, warm) = (plan.reps.unwrap_or(work.reps), plan.warm.unwrap_or(work.warm));
         let bar = plan
@@ -170,6 +175,11 @@ impl Bench {
                     let round = self.ping_round(outcome.mover, timed.then_some(&mut quiet))?;
                     if timed {
                         outcome.rounds.push(round);
+                    }
+                } else if let Some(program) = outcome.mover.perftest() {
+                    let done = self.perftest(&perftest::Run::of(program, work, depth), work.bytes())?;
+                    if timed {
+                        outcome.reps.push(done);
                     }
                 } else {
                     last_epoch.insert(outcome.mover.flow(), epoch);
@@ -228,7 +238,16 @@ impl Bench {
     /// What the two sides cost while idle with their session open: initiator, target.
     pub(crate) fn idle(&mut self, seconds: f64) -> Result<(Idle, Idle)> {
         let target = self.other.ask(&Request::Idle { seconds })?;
-        Ok((crate::side::idle(seconds)?, target))
+        Ok((usage::idle(seconds)?, target))
+    }
+
+    /// The transport taken, by name.
+    pub(crate) fn transport(&self) -> Option<String> {
+        let peers = self.side.endpoint.peers();
+        let target = peers
+            .iter()
+            .find(|peer| Some(peer.incarnation) == self.target.address.incarnation);
+        target.and_then(|peer| peer.transport.clone())
     }
 
     /// The way taken, for people.
@@ -303,6 +322,36 @@ impl Bench {
             disturbed: usage::disturbed(busy, cpu + Duration::from_secs_f64(end.cpu_seconds), window),
             late,
             arrived,
+        })
+    }
+
+    /// One run of perftest, of as many bytes, between the same devices.
+    fn perftest(&mut self, run: &perftest::Run, bytes: u64) -> Result<Rep> {
+        let device = self.side.endpoint.config().devices.first().cloned();
+        let device = device.ok_or_else(no_baseline)?;
+        let mut rate = None;
+        for _ in 0..perftest::ATTEMPTS_MAX {
+            let port: u16 = self.other.ask(&Request::IbServe(run.clone()))?;
+            rate = run.measure(&device, self.listen, port)?;
+            self.other.ask::<()>(&Request::IbEnd)?;
+            if rate.is_some() {
+                break;
+            }
+        }
+        let rate = rate.ok_or_else(|| {
+            Error::new(ErrorKind::Unsupported, "a rate from perftest")
+                .because("it could not tell the rate of the processor's clock, many times over")
+                .remedy("measure on a machine that is less loaded")
+        })?;
+        Ok(Rep {
+            seconds: bytes as f64 / rate,
+            post_seconds: 0.0,
+            post_cpu_seconds: 0.0,
+            cpu_initiator: 0.0,
+            cpu_target: 0.0,
+            disturbed: false,
+            late: false,
+            arrived: true,
         })
     }
 
@@ -398,7 +447,8 @@ impl Bench {
             {
                 return Err(error.clone());
             }
-            for outcome in measured.iter_mut().filter(|outcome| outcome.mover.flow() == flow) {
+            let looked_at = |mover: Mover| mover.flow() == flow && mover.perftest().is_none();
+            for outcome in measured.iter_mut().filter(|outcome| looked_at(outcome.mover)) {
                 outcome.checked = Some(checked.clone());
             }
         }
@@ -549,15 +599,16 @@ fn no_baseline() -> Error {
 }
 
 /// The setup of a benchmark on this machine.
-pub(crate) fn local(pool_bytes: u64, transport: &str, movers: &[Mover]) -> Setup {
+pub(crate) fn local(pool_bytes: u64, (ours, theirs): (Way, Way), movers: &[Mover]) -> Setup {
     Setup {
         pool_bytes,
         window_bytes: None,
         flows: flows(movers),
-        transport: transport.to_owned(),
+        ours,
+        theirs,
         listen: std::net::Ipv4Addr::LOCALHOST.into(),
         insecure: false,
-        raw: movers.iter().any(|mover| !mover.is_kvxfer()),
+        raw: movers.iter().any(|mover| mover.is_raw()),
     }
 }
 

@@ -22,8 +22,9 @@ use crate::control::Child;
 use crate::memory::Memory;
 use crate::rng::SplitMix64;
 use crate::trace::{self, HASH_BLOCK_TOKENS};
+use crate::way::Way;
 use crate::work::TOKENS_PER_BLOCK;
-use crate::{side, terminal, usage};
+use crate::{terminal, usage};
 
 pub(crate) use destination::serve as destination;
 pub(crate) use source::serve as source;
@@ -416,7 +417,7 @@ struct Worker {
 
 impl Worker {
     fn start(name: &str, setup: &Setup) -> Result<Worker> {
-        let endpoint = side::build_endpoint(name, Ipv4Addr::LOCALHOST.into(), &setup.transport, false)?;
+        let endpoint = Way::by(&setup.transport).endpoint(name, Ipv4Addr::LOCALHOST.into(), false)?;
         let lengths = setup.layout.region_lengths().iter();
         let regions = lengths
             .map(|&length| Memory::touched(length as usize)?.region())

@@ -12,9 +12,11 @@ use crate::control::{self, Channel};
 use crate::measure::{self, Bench, Measured, Other, Plan};
 use crate::side::{Mover, Request, Setup, Target};
 use crate::statistics::rounded;
-use crate::terminal;
 use crate::work::Work;
+use crate::{perftest, terminal};
 
+/// Pairs of a run against perftest.
+const IB_PAIRS: u32 = 9;
 /// How long `serve` keeps an idle run.
 const SERVE_IDLE_MAX: Duration = Duration::from_secs(600);
 
@@ -44,6 +46,8 @@ pub(crate) struct Row {
     #[serde(skip_serializing_if = "Option::is_none")]
     ratio_to_raw: Option<f64>,
     #[serde(skip_serializing_if = "Option::is_none")]
+    ratio_to_ib: Option<f64>,
+    #[serde(skip_serializing_if = "Option::is_none")]
     ratio_quartiles: Option<[f64; 2]>,
     #[serde(skip_serializing_if = "Option::is_none")]
     error: Option<String>,
@@ -53,7 +57,7 @@ pub(crate) struct Row {
 pub(crate) fn local(arguments: &MeasureArgs) -> Result<bool> {
     let works = arguments.works()?;
     let movers = movers(arguments, &works)?;
-    let setup = measure::local(arguments.pool_bytes, &arguments.transport, &movers);
+    let setup = measure::local(arguments.pool_bytes, arguments.ways()?, &movers);
     let bench = Bench::with_child(&setup)?;
     all(bench, &works, &movers, arguments)
 }
@@ -67,7 +71,7 @@ pub(crate) fn connect(arguments: &ConnectArgs) -> Result<bool> {
     let setup = Setup {
         listen: arguments.address.ip(),
         insecure: arguments.insecure_network,
-        ..measure::local(arguments.measure.pool_bytes, &arguments.measure.transport, &movers)
+        ..measure::local(arguments.measure.pool_bytes, arguments.measure.ways()?, &movers)
     };
     let bench = Bench::start(Other::Remote(channel), &setup)?;
     all(bench, &works, &movers, &arguments.measure)
@@ -115,20 +119,43 @@ fn movers(arguments: &MeasureArgs, works: &[Work]) -> Result<Vec<Mover>> {
                 .remedy("leave --direction out for w4"),
         );
     }
-    let (own, raw) = match arguments.direction {
-        Direction::Push => (Mover::Push, Mover::RawPut),
-        Direction::Pull => (Mover::Pull, Mover::RawGet),
+    let (own, raw, ib) = match arguments.direction {
+        Direction::Push => (Mover::Push, Mover::RawPut, Mover::IbWrite),
+        Direction::Pull => (Mover::Pull, Mover::RawGet, Mover::IbRead),
     };
-    Ok(match arguments.against {
-        None => vec![own],
-        Some(Baseline::Raw) => vec![own, raw],
-    })
+    if arguments.against != Some(Baseline::Ib) {
+        let baseline = arguments.against.map(|_| raw);
+        return Ok([Some(own), baseline].into_iter().flatten().collect());
+    }
+    let cannot = |what: &str, why: &str, remedy: &str| {
+        Err(Error::new(ErrorKind::InvalidArgument, format!("--against ib {what}"))
+            .because(why)
+            .remedy(remedy))
+    };
+    if arguments.device.len() != 1 {
+        return cannot(
+            "without one --device",
+            "perftest uses one device on each side, and so must what is compared with it",
+            "name it: --device mlx5_0, or --device rxe0=rxe1 for ours and theirs",
+        );
+    }
+    if works.iter().any(|work| work.ping_pong) {
+        return cannot(
+            "for workload w4",
+            "perftest's bandwidth says nothing about round trips",
+            "leave w4 out",
+        );
+    }
+    ib.perftest().map_or(Ok(()), perftest::Program::check)?;
+    Ok(vec![own, ib])
 }
 
 fn all(mut bench: Bench, works: &[Work], movers: &[Mover], arguments: &MeasureArgs) -> Result<bool> {
+    let against_ib = arguments.against == Some(Baseline::Ib);
+    let transport = bench.transport().unwrap_or_else(|| arguments.transport.clone());
     let plan = Plan {
-        reps: arguments.reps,
-        warm: arguments.warm,
+        reps: arguments.reps.or(against_ib.then_some(IB_PAIRS)),
+        warm: arguments.warm.or(against_ib.then_some(1)),
         verify: arguments.verify,
         patience: arguments.patience(),
         progress: !arguments.json,
@@ -140,7 +167,7 @@ fn all(mut bench: Bench, works: &[Work], movers: &[Mover], arguments: &MeasureAr
             let baseline = measured
                 .iter()
                 .find(|other| outcome.mover.is_kvxfer() && !other.mover.is_kvxfer());
-            let row = row(work, outcome, baseline, &arguments.transport, arguments.verify);
+            let row = row(work, outcome, baseline, &transport, arguments.verify);
             if arguments.json {
                 terminal::json_line(&row)?;
             }
@@ -165,26 +192,37 @@ pub(crate) fn row(work: &Work, outcome: &Measured, baseline: Option<&Measured>, 
     let gbps = |seconds: f64| rounded(work.bytes() as f64 / seconds / 1e9, 3);
     let (cpu_initiator, cpu_target) = outcome.cpu_per_gb(work.bytes());
     let ratio = baseline.map(|baseline| outcome.speed_over(baseline));
+    let ratio_to = |is_meant: fn(Mover) -> bool| {
+        let meant = baseline.is_some_and(|baseline| is_meant(baseline.mover));
+        ratio.filter(|_| meant).map(|(ratio, _)| rounded(ratio, 3))
+    };
+    // Its processes come and go with all their memory: what they cost says nothing.
+    let perftest = outcome.mover.perftest();
     Row {
-        peer: if outcome.mover.is_kvxfer() { "kvxfer" } else { "raw" },
+        peer: match outcome.mover {
+            Mover::Push | Mover::Pull => "kvxfer",
+            Mover::RawPut | Mover::RawGet => "raw",
+            Mover::IbWrite | Mover::IbRead => "perftest",
+        },
         version: env!("CARGO_PKG_VERSION"),
-        transport: match outcome.mover.is_kvxfer() {
-            true => transport.to_owned(),
-            false => format!("tcp{}", crate::raw::STREAMS),
+        transport: match perftest {
+            Some(program) => program.name().to_owned(),
+            None if outcome.mover.is_raw() => format!("tcp{}", crate::raw::STREAMS),
+            None => transport.to_owned(),
         },
         workload: work.name.clone(),
         direction: match outcome.mover {
-            Mover::Push | Mover::RawPut => "write",
-            Mover::Pull | Mover::RawGet => "read",
+            Mover::Push | Mover::RawPut | Mover::IbWrite => "write",
+            Mover::Pull | Mover::RawGet | Mover::IbRead => "read",
         },
         gbps: streaming.then(|| gbps(seconds)),
         descs_per_s: streaming.then(|| (work.pieces() as f64 / seconds).round() as u64),
         p50_us: rounded(seconds * 1e6, 2),
         p99_us: rounded(outcome.slow_seconds() * 1e6, 2),
-        cpu_s_per_gb_initiator: streaming.then(|| rounded(cpu_initiator, 4)),
-        cpu_s_per_gb_target: streaming.then(|| rounded(cpu_target, 4)),
+        cpu_s_per_gb_initiator: (streaming && perftest.is_none()).then(|| rounded(cpu_initiator, 4)),
+        cpu_s_per_gb_target: (streaming && perftest.is_none()).then(|| rounded(cpu_target, 4)),
         // Every ping checks its message and its block; streams are verified if every byte was looked at.
-        verified: (verify || work.ping_pong).then(|| outcome.verified()),
+        verified: (perftest.is_none() && (verify || work.ping_pong)).then(|| outcome.verified()),
         late_reps: outcome.reps.iter().filter(|rep| rep.late).count(),
         gbps_best: best_and_worst(&counted).map(|(best, _)| gbps(best)),
         gbps_worst: best_and_worst(&counted).map(|(_, worst)| gbps(worst)),
@@ -197,7 +235,8 @@ pub(crate) fn row(work: &Work, outcome: &Measured, baseline: Option<&Measured>, 
         reps_clean: outcome.reps.iter().filter(|rep| !rep.disturbed).count(),
         bytes: work.bytes(),
         pieces: work.pieces(),
-        ratio_to_raw: ratio.map(|(ratio, _)| rounded(ratio, 3)),
+        ratio_to_raw: ratio_to(Mover::is_raw),
+        ratio_to_ib: ratio_to(|mover| mover.perftest().is_some()),
         ratio_quartiles: ratio.map(|(_, [low, high])| [rounded(low, 3), rounded(high, 3)]),
         error: match &outcome.checked {
             Some(Err(error)) => Some(error.to_string()),
@@ -226,7 +265,7 @@ fn print(rows: &[Row]) {
         "p99",
         "CPU s/GB",
         "verified",
-        "of raw",
+        "of baseline",
     ]);
     let optional = |value: Option<f64>| value.map_or("-".to_owned(), |value| format!("{value:.2}"));
     let micros = |value: f64| terminal::duration(Duration::from_secs_f64(value / 1e6));
@@ -252,7 +291,7 @@ fn print(rows: &[Row]) {
                 Some(false) => "NO".to_owned(),
                 None => "not asked".to_owned(),
             },
-            match (row.ratio_to_raw, row.ratio_quartiles) {
+            match (row.ratio_to_raw.or(row.ratio_to_ib), row.ratio_quartiles) {
                 (Some(ratio), Some([low, high])) => format!("{ratio:.2} ({low:.2}..{high:.2})"),
                 _ => String::new(),
             },

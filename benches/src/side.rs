@@ -6,7 +6,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use kvxfer::{
-    Claim, ClaimOptions, Config, Endpoint, EndpointAddress, Grant, GrantHandle, GrantOptions, Pool, PushOptions, Role,
+    Claim, ClaimOptions, Endpoint, EndpointAddress, Grant, GrantHandle, GrantOptions, Pool, PushOptions, Role,
     Selection, Transfer,
 };
 use kvxfer_core::{Error, ErrorKind, Result};
@@ -14,8 +14,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::control::Channel;
 use crate::memory::Memory;
+use crate::way::Way;
 use crate::work::Work;
-use crate::{raw, stamps, usage};
+use crate::{perftest, raw, stamps, usage};
 
 /// How long one transfer may take on a loaded machine.
 pub(crate) const TRANSFER_MAX: Duration = Duration::from_secs(60);
@@ -35,18 +36,36 @@ pub(crate) enum Mover {
     RawPut,
     /// Plain sockets, initiator reads.
     RawGet,
+    /// perftest, initiator writes.
+    IbWrite,
+    /// perftest, initiator reads.
+    IbRead,
 }
 
 impl Mover {
     /// Which way the bytes go.
     pub(crate) fn flow(self) -> Flow {
         match self {
-            Mover::Push | Mover::RawPut => Flow::Out,
-            Mover::Pull | Mover::RawGet => Flow::In,
+            Mover::Push | Mover::RawPut | Mover::IbWrite => Flow::Out,
+            Mover::Pull | Mover::RawGet | Mover::IbRead => Flow::In,
         }
     }
 
-    /// Whether it is the library and not the baseline.
+    /// Whether it is plain sockets.
+    pub(crate) fn is_raw(self) -> bool {
+        matches!(self, Mover::RawPut | Mover::RawGet)
+    }
+
+    /// Which of perftest's programs it is, if it is one.
+    pub(crate) fn perftest(self) -> Option<perftest::Program> {
+        match self {
+            Mover::IbWrite => Some(perftest::Program::Write),
+            Mover::IbRead => Some(perftest::Program::Read),
+            _ => None,
+        }
+    }
+
+    /// Whether it is the library and not a baseline.
     pub(crate) fn is_kvxfer(self) -> bool {
         matches!(self, Mover::Push | Mover::Pull)
     }
@@ -72,8 +91,10 @@ pub(crate) struct Setup {
     pub(crate) window_bytes: Option<u64>,
     /// Ways that are used.
     pub(crate) flows: Vec<Flow>,
-    /// Transport asked for by name.
-    pub(crate) transport: String,
+    /// How the initiator reaches the target.
+    pub(crate) ours: Way,
+    /// And the target the initiator.
+    pub(crate) theirs: Way,
     /// Where the target listens.
     pub(crate) listen: IpAddr,
     /// Let the library work beyond loopback without authentication.
@@ -162,6 +183,10 @@ pub(crate) enum Request {
         /// The key.
         key: String,
     },
+    /// Start perftest's server; the answer is its port.
+    IbServe(perftest::Run),
+    /// Wait for that server's end.
+    IbEnd,
     /// Sleep and say what that cost.
     Idle {
         /// How long.
@@ -200,7 +225,7 @@ pub(crate) struct Selections {
 
 impl Side {
     /// Memory first, touched, so that what the endpoint needs can be told from it.
-    pub(crate) fn start(name: &str, setup: &Setup) -> Result<Side> {
+    pub(crate) fn start(name: &str, way: &Way, setup: &Setup) -> Result<Side> {
         let mut memories = HashMap::new();
         for flow in &setup.flows {
             let bytes = setup.pool_bytes as usize;
@@ -212,7 +237,7 @@ impl Side {
         }
         let resident_before = usage::resident_bytes()?;
         let begun = Instant::now();
-        let endpoint = build_endpoint(name, setup.listen, &setup.transport, setup.insecure)?;
+        let endpoint = way.endpoint(name, setup.listen, setup.insecure)?;
         let seconds = begun.elapsed().as_secs_f64();
         Ok(Side {
             endpoint,
@@ -354,20 +379,6 @@ impl Side {
     }
 }
 
-/// An endpoint that takes this transport and no other.
-pub(crate) fn build_endpoint(name: &str, listen: IpAddr, transport: &str, insecure: bool) -> Result<Endpoint> {
-    let mut config = Config::from_env()?;
-    if insecure {
-        config.security.off_loopback = "insecure-allowed".into();
-    }
-    Endpoint::builder()
-        .config(config)
-        .name(name)
-        .listen(SocketAddr::new(listen, 0))
-        .transports([transport])
-        .build()
-}
-
 fn source_seed(flow: Flow) -> u64 {
     match flow {
         Flow::Out => INITIATOR_SEED,
@@ -391,6 +402,8 @@ pub(crate) struct Target {
     pings: Vec<(GrantHandle, Grant)>,
     claims: HashMap<String, Claim>,
     marked: Duration,
+    ib_device: Option<String>,
+    ib_server: Option<perftest::Process>,
 }
 
 const WRITTEN: &str = "written";
@@ -433,7 +446,12 @@ impl Target {
             }
             Request::Claim { key, blocks, source } => channel.answer(self.claim(key, blocks, source)),
             Request::ClaimEnd { key } => channel.answer(self.claim_end(&key)),
-            Request::Idle { seconds } => channel.answer(idle(seconds)),
+            Request::IbServe(run) => channel.answer(self.ib_serve(&run)),
+            Request::IbEnd => {
+                let server = self.ib_server.take().ok_or_else(|| out_of_order("perftest"));
+                channel.answer(server.and_then(perftest::Process::finish).map(drop))
+            }
+            Request::Idle { seconds } => channel.answer(usage::idle(seconds)),
         }
     }
 
@@ -457,7 +475,7 @@ impl Target {
     }
 
     fn start(&mut self, setup: &Setup) -> Result<Started> {
-        let side = Side::start("target", setup)?;
+        let side = Side::start("target", &setup.theirs, setup)?;
         let listener = match setup.raw {
             true => Some(raw::Listener::bind(SocketAddr::new(setup.listen, 0))?),
             false => None,
@@ -469,6 +487,7 @@ impl Target {
             build: side.build,
         };
         (self.side, self.listener) = (Some(side), listener);
+        self.ib_device = setup.theirs.devices.first().cloned();
         Ok(started)
     }
 
@@ -492,7 +511,7 @@ impl Target {
             Mover::Pull => side
                 .pool(Flow::In)?
                 .serve(selections.source.clone(), GrantOptions::default())?,
-            Mover::RawPut | Mover::RawGet => return Ok(None),
+            _ => return Ok(None),
         };
         let grant = handle.grant().clone();
         self.handles
@@ -513,7 +532,7 @@ impl Target {
         let handle = match mover {
             Mover::Push => self.handles.remove(WRITTEN),
             Mover::Pull => self.handles.remove(READ),
-            Mover::RawPut | Mover::RawGet => None,
+            _ => None,
         };
         if let Some(handle) = handle {
             handle.arrived().wait(Duration::from_secs(10))?;
@@ -524,6 +543,13 @@ impl Target {
             late,
             resident_peak,
         })
+    }
+
+    fn ib_serve(&mut self, run: &perftest::Run) -> Result<u16> {
+        run.program.check()?;
+        let device = self.ib_device.as_ref().ok_or_else(|| out_of_order("a device"))?;
+        let server = self.ib_server.insert(run.serve(device)?);
+        Ok(server.port())
     }
 
     fn ping_grants(&mut self, theirs: Vec<Grant>) -> Result<Vec<Grant>> {
@@ -576,23 +602,4 @@ pub(crate) fn stamps_in_time(memory: &Memory, work: &Work, epoch: u64) -> (bool,
         std::thread::sleep(Duration::from_millis(1));
     }
     (false, true)
-}
-
-/// What an idle process costs.
-#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
-pub(crate) struct Idle {
-    /// Share of a core.
-    pub(crate) cores: f64,
-    /// Resident memory.
-    pub(crate) resident: u64,
-}
-
-/// Sleeps, and says what that cost.
-pub(crate) fn idle(seconds: f64) -> Result<Idle> {
-    let (cpu, begun) = (usage::processor_time(), Instant::now());
-    std::thread::sleep(Duration::from_secs_f64(seconds.clamp(0.0, 60.0)));
-    Ok(Idle {
-        cores: (usage::processor_time() - cpu).as_secs_f64() / begun.elapsed().as_secs_f64(),
-        resident: usage::resident_bytes()?,
-    })
 }

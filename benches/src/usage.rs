@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use kvxfer_core::{Error, ErrorKind, Result};
 use rustix::time::{ClockId, clock_gettime};
+use serde::{Deserialize, Serialize};
 
 /// Cores that others may use during a repetition before it counts as disturbed.
 const FOREIGN_CORES_MAX: f64 = 0.25;
@@ -107,6 +108,25 @@ pub(crate) fn busy_seconds() -> f64 {
         .collect();
     // user, nice, system, then irq, softirq and steal; idle and iowait are left out.
     [0, 1, 2, 5, 6, 7].iter().filter_map(|&at| fields.get(at)).sum::<f64>() / ticks
+}
+
+/// What an idle process costs.
+#[derive(Debug, Clone, Copy, Serialize, Deserialize)]
+pub(crate) struct Idle {
+    /// Share of a core.
+    pub(crate) cores: f64,
+    /// Resident memory.
+    pub(crate) resident: u64,
+}
+
+/// Sleeps, and says what that cost.
+pub(crate) fn idle(seconds: f64) -> Result<Idle> {
+    let (cpu, begun) = (processor_time(), Instant::now());
+    std::thread::sleep(Duration::from_secs_f64(seconds.clamp(0.0, 60.0)));
+    Ok(Idle {
+        cores: (processor_time() - cpu).as_secs_f64() / begun.elapsed().as_secs_f64(),
+        resident: resident_bytes()?,
+    })
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@
 
 use std::any::Any;
 use std::fmt;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
 
@@ -29,6 +30,18 @@ pub struct HostView {
     pub pointer: *mut u8,
     /// Bytes.
     pub length: usize,
+}
+
+/// A region's memory as a file descriptor that device drivers can map: how memory that the CPU cannot touch is
+/// registered with a network device.
+#[derive(Debug)]
+pub struct DmaBuf {
+    /// The dmabuf. A registration keeps its own reference: the descriptor may be closed once it is made.
+    pub fd: OwnedFd,
+    /// Where the region's first byte is in it. Congruent to the region's address modulo the page size.
+    pub offset: u64,
+    /// Bytes of the region in it: all of them.
+    pub length: u64,
 }
 
 /// A copy that a domain has started: its name for [`MemoryDomain::poll_copy`].
@@ -70,6 +83,12 @@ pub trait MemoryDomain: Send + Sync + fmt::Debug {
 
     /// Copies bytes out at once.
     fn copy_out(&self, region: &Region, offset: u64, bytes: &mut [u8]) -> Result<()>;
+
+    /// The region as a dmabuf, if the domain can make one. `None`: this domain has no dmabufs; an error: it has, but
+    /// not of this memory, and says why.
+    fn dmabuf(&self, _region: &Region) -> Option<Result<DmaBuf>> {
+        None
+    }
 }
 
 /// Ordinary host memory: every run has a host view, nothing is ever staged.

@@ -11,6 +11,7 @@ use kvxfer_core::memory::Region;
 use kvxfer_core::transport::{Counter, RegionAccess, Registered, Transport};
 use kvxfer_core::wire::lane::LaneHello;
 use kvxfer_core::{Error, ErrorKind, Result};
+use kvxfer_rdma::{Pairing, RdmaConfig, RdmaTransport};
 use kvxfer_tcp::{TcpConfig, TcpTransport};
 
 use crate::config::Config;
@@ -134,13 +135,69 @@ impl Transports {
                 self.tcp = Some(tcp);
                 Ok(())
             }
-            "rdma" => Err(Error::new(ErrorKind::Unsupported, "transport rdma")
-                .because("this build has no RDMA transport")
-                .remedy("leave it out of `transports`, or use \"auto\", which takes tcp and says so")),
+            "rdma" => {
+                self.list
+                    .push(Arc::new(RdmaTransport::new(rdma_config(config), Arc::clone(slots))?));
+                Ok(())
+            }
             _ => Err(Error::new(ErrorKind::Unsupported, format!("transport {name}"))
                 .because("this build has no transport of that name")
                 .remedy("use \"tcp\" or \"auto\"")),
         }
+    }
+}
+
+fn rdma_config(config: &Config) -> RdmaConfig {
+    let settings = &config.rdma;
+    let cores = thread::available_parallelism().map_or(1, |cores| cores.get());
+    RdmaConfig {
+        library: (!settings.library.is_empty()).then(|| settings.library.clone().into()),
+        devices: config.devices.clone(),
+        rails_max: settings.rails_max,
+        rail_pairs: rail_pairs(&settings.rail_pairs),
+        gid_index: settings.gid_index,
+        partition_key: settings.partition_key,
+        service_level: settings.service_level,
+        traffic_class: settings.traffic_class,
+        hop_limit: settings.hop_limit,
+        mtu: settings.mtu,
+        timeout: settings.timeout,
+        retry_count: settings.retry_count,
+        rnr_retry: settings.rnr_retry,
+        queue_depth: settings.queue_depth,
+        receive_depth: settings.receive_depth,
+        window_bytes_min: settings.window_bytes_min,
+        window_bytes_max: settings.window_bytes_max,
+        progress: Duration::from_millis(settings.progress_ms),
+        revoke: Duration::from_millis(settings.revoke_ms),
+        connect_timeout: Duration::from_millis(config.deadlines.connect_ms),
+        setup_limit: Duration::from_millis(config.deadlines.connect_ms),
+        backoff_max: Duration::from_millis(config.deadlines.backoff_max_ms),
+        links_max: config.limits.peers_max as usize,
+        registration_threads: settings.registration_threads.into(),
+        registration_bytes_max: settings.registration_bytes_max,
+        // As with tcp: spinning takes a core that must be to spare.
+        spin: match cores > 3 {
+            true => Duration::from_micros(settings.spin_us.into()),
+            false => Duration::ZERO,
+        },
+        ..RdmaConfig::default()
+    }
+}
+
+/// Checked when the configuration was made: a word, or pairs.
+fn rail_pairs(settings: &[String]) -> Pairing {
+    match settings {
+        [word] if word == "auto" => Pairing::Auto,
+        [word] if word == "index" => Pairing::ByIndex,
+        [word] if word == "subnet" => Pairing::BySubnet,
+        pairs => Pairing::Explicit(
+            pairs
+                .iter()
+                .filter_map(|pair| pair.split_once('='))
+                .map(|(own, their)| (own.to_owned(), their.to_owned()))
+                .collect(),
+        ),
     }
 }
 

@@ -11,7 +11,7 @@ use toml::{Table, Value};
 use kvxfer_core::{Error, ErrorKind, Result};
 
 use super::Config;
-use super::schema::{KEYS, Key, Kind, nearest, variable};
+use super::schema::{KEYS, Key, Kind, Steps, nearest, variable};
 
 /// Where each value that is not a default came from. Not part of what a configuration *is*: equality ignores it.
 #[derive(Debug, Clone, Default)]
@@ -77,11 +77,11 @@ impl Layers {
                     .at("environment")
                     .because("it is not UTF-8"));
             };
-            let value = match key.kind {
-                Kind::Integer { .. } => match text.trim().parse::<i64>() {
-                    Ok(number) => Value::Integer(number),
-                    Err(_) => return Err(refuse(key, &format!("{text:?}"), name, "it is not a whole number")),
-                },
+            let value = match (key.kind, whole_number(text)) {
+                (Kind::Integer { .. } | Kind::AutoOr { .. }, Some(number)) => Value::Integer(number),
+                (Kind::Integer { .. }, None) => {
+                    return Err(refuse(key, &format!("{text:?}"), name, "it is not a whole number"));
+                }
                 _ => Value::String(text.to_owned()),
             };
             self.set(key, value, name)?;
@@ -137,6 +137,15 @@ impl Layers {
         table.insert(name.to_owned(), value.clone());
         self.sources.0.insert(key.path, (value, source.to_owned()));
         Ok(())
+    }
+}
+
+/// A number as TOML writes them: decimal, or hexadecimal after `0x`.
+fn whole_number(text: &str) -> Option<i64> {
+    let text = text.trim();
+    match text.strip_prefix("0x") {
+        Some(digits) => i64::from_str_radix(digits, 16).ok(),
+        None => text.parse().ok(),
     }
 }
 
@@ -201,6 +210,16 @@ fn check_together(config: &Config) -> Result<()> {
             "make the least window at most the greatest",
         );
     }
+    config.rdma.check_together()?;
+    if config.rdma.revoke_ms > deadlines.liveness_ms {
+        return contradiction(
+            format!(
+                "rdma.revoke_ms = {} with deadlines.liveness_ms = {}",
+                config.rdma.revoke_ms, deadlines.liveness_ms
+            ),
+            "make the time to stop at most the liveness, or a dead peer's blocks come back later than it is lost",
+        );
+    }
     if config.transports.len() > 1 && config.transports.iter().any(|name| name == "auto") {
         return contradiction(
             format!("transports = {:?}", config.transports),
@@ -224,8 +243,8 @@ fn shaped(key: &'static Key, value: Value, source: &str) -> Result<Value> {
                 .collect(),
         )),
         (Kind::Addresses { .. } | Kind::Names { .. }, list @ Value::Array(_))
-        | (Kind::Integer { .. }, list @ Value::Integer(_))
-        | (Kind::Text { .. } | Kind::Choice(_), list @ Value::String(_)) => Ok(list),
+        | (Kind::Integer { .. } | Kind::AutoOr { .. }, list @ Value::Integer(_))
+        | (Kind::Text { .. } | Kind::Choice(_) | Kind::AutoOr { .. }, list @ Value::String(_)) => Ok(list),
         (_, other) => Err(refuse(
             key,
             &other.to_string(),
@@ -278,6 +297,16 @@ fn check(key: &'static Key, value: &Value, source: &str) -> Result<()> {
         },
         Kind::Integer { min, max } => match value.as_integer().map(u64::try_from) {
             Some(Ok(number)) if (min..=max).contains(&number) => Ok(()),
+            _ => refuse("it is out of range"),
+        },
+        Kind::AutoOr { min, max, steps } => match (value.as_str(), value.as_integer().map(u64::try_from)) {
+            (Some("auto"), _) => Ok(()),
+            (Some(_), _) => refuse("it is neither a number nor the word auto"),
+            (None, Some(Ok(number))) if (min..=max).contains(&number) => match steps {
+                Steps::All => Ok(()),
+                Steps::PowersOfTwo if number.is_power_of_two() => Ok(()),
+                Steps::PowersOfTwo => refuse("it is no power of two"),
+            },
             _ => refuse("it is out of range"),
         },
         Kind::Choice(words) => match value.as_str() {

@@ -14,6 +14,7 @@
 //! ```
 
 mod layers;
+mod rdma;
 mod schema;
 
 use std::net::{Ipv4Addr, SocketAddr};
@@ -26,6 +27,7 @@ use kvxfer_core::Result;
 use kvxfer_core::machine::MachineConfig;
 
 use layers::Sources;
+pub use rdma::Rdma;
 
 /// An endpoint's settings. Fields are the keys of the file and, in upper case with `KVXFER_` before them and `_` for
 /// `.`, the environment variables. [`Config::reference`] lists them with defaults and ranges.
@@ -44,6 +46,8 @@ pub struct Config {
     pub devices: Vec<String>,
     /// The TCP transport.
     pub tcp: Tcp,
+    /// The RDMA transport.
+    pub rdma: Rdma,
     /// What may be open at once.
     pub limits: Limits,
     /// How long things may take.
@@ -144,6 +148,7 @@ impl Default for Config {
             interfaces: Vec::new(),
             devices: Vec::new(),
             tcp: Tcp::default(),
+            rdma: Rdma::default(),
             limits: Limits::default(),
             deadlines: Deadlines::default(),
             security: Security::default(),

@@ -25,8 +25,17 @@ pub(crate) enum Kind {
     Names { max: usize, known: &'static [&'static str] },
     /// A whole number, both ends included.
     Integer { min: u64, max: u64 },
+    /// A whole number, both ends included, or the word `auto`.
+    AutoOr { min: u64, max: u64, steps: Steps },
     /// One of these words.
     Choice(&'static [&'static str]),
+}
+
+/// Which numbers of a range are values.
+#[derive(Clone, Copy)]
+pub(crate) enum Steps {
+    All,
+    PowersOfTwo,
 }
 
 impl Kind {
@@ -38,6 +47,13 @@ impl Kind {
             Kind::Names { max, known: [] } => format!("at most {max} names"),
             Kind::Names { known, .. } => format!("a list of {}", quoted(known)),
             Kind::Integer { min, max } => format!("{min} to {max}"),
+            Kind::AutoOr { min, max, steps } => {
+                let steps = match steps {
+                    Steps::All => "",
+                    Steps::PowersOfTwo => ", a power of two",
+                };
+                format!("`auto`, or {min} to {max}{steps}")
+            }
             Kind::Choice(words) => quoted(words),
         }
     }
@@ -84,7 +100,7 @@ pub(crate) const KEYS: &[Key] = &[
     Key {
         path: "devices",
         kind: Kind::Names { max: 64, known: &[] },
-        meaning: "Devices that transports with devices may use. Empty: all. The tcp transport has none.",
+        meaning: "Devices (`mlx5_0`) or ports (`mlx5_0:1`) that transports with devices may use. Empty: all. The tcp transport has none.",
     },
     integer("tcp.lanes", 1, 64, "Connections per peer that carry KV bytes."),
     integer(
@@ -122,6 +138,127 @@ pub(crate) const KEYS: &[Key] = &[
         1 << 20,
         1 << 32,
         "Most bytes in flight per lane.",
+    ),
+    Key {
+        path: "rdma.library",
+        kind: Kind::Text { bytes_max: 4096 },
+        meaning: "The verbs library: a path, or a name that the dynamic loader finds. Empty: `libibverbs.so.1`.",
+    },
+    integer(
+        "rdma.rails_max",
+        1,
+        16,
+        "Ports used towards one peer; those nearest to the memory first.",
+    ),
+    Key {
+        path: "rdma.rail_pairs",
+        kind: Kind::Names { max: 64, known: &[] },
+        meaning: "How ports are paired with a peer's: `auto`, `index`, `subnet`, or pairs of names, ours first (`rxe0=rxe1`, `mlx5_0:1=mlx5_2:1`). A pair is probed before it is used.",
+    },
+    Key {
+        path: "rdma.gid_index",
+        kind: Kind::AutoOr {
+            min: 0,
+            max: 65_535,
+            steps: Steps::All,
+        },
+        meaning: "Index in a port's GID table. `auto`: RoCE v2 with an address that reaches the peer before all others, link-local last.",
+    },
+    Key {
+        path: "rdma.partition_key",
+        kind: Kind::AutoOr {
+            min: 1,
+            max: 65_535,
+            steps: Steps::All,
+        },
+        meaning: "Partition key, which the port must have. `auto`: the port's first.",
+    },
+    integer("rdma.service_level", 0, 15, "Service level."),
+    integer(
+        "rdma.traffic_class",
+        0,
+        255,
+        "Traffic class of the global route header (RoCE: DSCP and ECN).",
+    ),
+    integer("rdma.hop_limit", 1, 255, "Hop limit of the global route header."),
+    Key {
+        path: "rdma.mtu",
+        kind: Kind::AutoOr {
+            min: 256,
+            max: 4096,
+            steps: Steps::PowersOfTwo,
+        },
+        meaning: "Path MTU in bytes. `auto`: the lesser of both ports' active MTU.",
+    },
+    integer(
+        "rdma.timeout",
+        1,
+        31,
+        "Time until a packet is sent again, as n of 4.096 us * 2^n (14: 67 ms).",
+    ),
+    integer(
+        "rdma.retry_count",
+        0,
+        7,
+        "How often a packet is sent again before the queue pair fails.",
+    ),
+    integer(
+        "rdma.rnr_retry",
+        0,
+        6,
+        "How often a receiver that is not ready is tried again before the queue pair fails. 7, for ever, would hang.",
+    ),
+    integer(
+        "rdma.queue_depth",
+        16,
+        16_384,
+        "Work requests that one queue pair holds; cut to what the device can.",
+    ),
+    integer(
+        "rdma.receive_depth",
+        2,
+        127,
+        "Receives posted per queue pair: batches that may end before the receiver looks.",
+    ),
+    integer(
+        "rdma.window_bytes_min",
+        1 << 20,
+        1 << 30,
+        "Least bytes in flight per rail.",
+    ),
+    integer(
+        "rdma.window_bytes_max",
+        1 << 20,
+        1 << 32,
+        "Most bytes in flight per rail.",
+    ),
+    integer(
+        "rdma.progress_ms",
+        10,
+        60_000,
+        "Time without progress of the oldest batch after which its queue pair is given up and the rest goes elsewhere.",
+    ),
+    integer(
+        "rdma.revoke_ms",
+        10,
+        60_000,
+        "Time a sender has to confirm that it stopped; then the receiver fences its queue pairs. At most `deadlines.liveness_ms`.",
+    ),
+    integer("rdma.registration_threads", 1, 64, "Registrations of memory at once."),
+    Key {
+        path: "rdma.registration_bytes_max",
+        kind: Kind::AutoOr {
+            min: 4096,
+            max: 1 << 40,
+            steps: Steps::All,
+        },
+        meaning: "Most bytes of one registration; larger regions are registered in several. `auto`: what the device can.",
+    },
+    integer(
+        "rdma.spin_us",
+        0,
+        10_000,
+        "Microseconds a device's thread looks for more work before it sleeps.",
     ),
     integer("limits.peers_max", 1, 65_536, "Peers with a session."),
     integer(

@@ -1,0 +1,154 @@
+//! Completions: what the device says has been done, and what follows from it.
+
+use kvxfer_core::Time;
+use kvxfer_core::flow::{Applied, ChunkState, Direction};
+use kvxfer_core::transport::LinkEvent;
+
+use crate::counters::add;
+use crate::error::RdmaError;
+use crate::message::{LinkMessage, SlotUse};
+use crate::verbs::{Completion, ErrorClass};
+
+use super::Turn;
+use super::lane::{Lane, Pair, Stage};
+use super::work::{Marker, SentChunk, StandsFor};
+
+/// Work request ids of receives have this bit; those of sends are their numbers on the queue pair.
+pub(super) const RECEIVE: u64 = 1 << 63;
+
+impl Pair {
+    /// Sorts one completion; its consequences follow in the lane's turn.
+    pub(super) fn take(&mut self, completion: &Completion, now: Time, place: impl FnOnce() -> String) {
+        self.last_progress = now;
+        if completion.wr_id & RECEIVE != 0 {
+            self.receives = self.receives.saturating_sub(1);
+        }
+        if !completion.status.is_success() {
+            // What was flushed says nothing; what failed first says why.
+            if completion.status.class() != ErrorClass::Flushed {
+                let error = RdmaError::Completion {
+                    place: place(),
+                    status: completion.status,
+                    vendor: completion.vendor_error,
+                };
+                self.failure.get_or_insert_with(|| error.into());
+            } else {
+                let error = RdmaError::Lost {
+                    place: place(),
+                    why: "its queue pair is in the error state".into(),
+                };
+                self.failure.get_or_insert_with(|| error.into());
+            }
+            if completion.wr_id & RECEIVE == 0 {
+                // Those before it are done with too: completions come in order.
+                while let Some(marker) = self.markers.pop_front_if(|marker| marker.number <= completion.wr_id) {
+                    self.flushed.push(marker);
+                }
+            }
+            return;
+        }
+        if completion.wr_id & RECEIVE != 0 {
+            if let Some(immediate) = completion.immediate {
+                self.immediates.push(immediate);
+            } else {
+                // A receive that no immediate consumed: nothing of ours does that.
+                self.owed += 1;
+            }
+            return;
+        }
+        while let Some(marker) = self.markers.pop_front_if(|marker| marker.number <= completion.wr_id) {
+            self.room += i64::from(marker.requests);
+            self.completed.push(marker);
+        }
+    }
+
+    /// Whether no work request is outstanding any more.
+    pub(super) fn drained(&self) -> bool {
+        self.markers.is_empty() && self.receives == 0 && !self.torn
+    }
+}
+
+impl Lane {
+    /// Acts on what has completed.
+    pub(super) fn take_completed(&mut self, turn: &mut Turn<'_>) {
+        let Some(pair) = &mut self.pair else { return };
+        if !pair.completed.is_empty() {
+            let mut completed = std::mem::take(&mut pair.completed);
+            for marker in completed.drain(..) {
+                self.marker_completed(turn, marker);
+            }
+            if let Some(pair) = &mut self.pair {
+                pair.completed = completed;
+            }
+        }
+        let Some(pair) = &mut self.pair else { return };
+        if !pair.immediates.is_empty() {
+            let mut immediates = std::mem::take(&mut pair.immediates);
+            for immediate in immediates.drain(..) {
+                self.immediate(turn, immediate);
+            }
+            if let Some(pair) = &mut self.pair {
+                pair.immediates = immediates;
+            }
+        }
+    }
+
+    fn marker_completed(&mut self, turn: &mut Turn<'_>, marker: Marker) {
+        match marker.stands_for {
+            StandsFor::Part => {}
+            StandsFor::Probe => self.probed(turn),
+            StandsFor::Close { mut chunks, closing } => {
+                if let Some(closing) = closing {
+                    self.link.tell(LinkMessage::Closing(closing));
+                }
+                for chunk in chunks.drain(..) {
+                    self.chunk_completed(turn, chunk);
+                }
+                turn.scratch.give_back(chunks);
+            }
+            StandsFor::Chunk(chunk) => self.chunk_completed(turn, chunk),
+        }
+    }
+
+    fn chunk_completed(&mut self, turn: &Turn<'_>, mut chunk: SentChunk) {
+        let link = &self.link;
+        let counters = &link.rails[usize::from(self.rail)].counters;
+        // Outside before it is counted: counting may end the slot.
+        let made_fence = chunk.guard.take().is_some_and(|guard| guard.leave());
+        let state = match (chunk.direction, chunk.whole) {
+            (Direction::Write, true) => {
+                add(&counters.written_bytes, chunk.header.length.into());
+                ChunkState::Applied
+            }
+            (Direction::Write, false) => match link.outbound.is_revoking(SlotUse::of(&chunk.header)) {
+                true => ChunkState::Refused,
+                false => ChunkState::Missing,
+            },
+            (Direction::Read, true) => {
+                add(&counters.read_bytes, chunk.header.length.into());
+                let applied = link.slots.applied(&chunk.header);
+                if applied == Applied::Arrived {
+                    link.emit(LinkEvent::SlotArrived {
+                        slot: chunk.header.slot,
+                        generation: chunk.header.generation,
+                    });
+                }
+                applied.acknowledgement()
+            }
+            (Direction::Read, false) => {
+                link.slots.abandon(&chunk.header);
+                ChunkState::Refused
+            }
+        };
+        if made_fence {
+            link.emit(LinkEvent::SlotQuiet);
+        }
+        let name = chunk.header.name();
+        link.sender
+            .lock()
+            .completed(self.name(), chunk.transfer, name, state, turn.now);
+        if matches!(self.stage, Stage::Up) {
+            self.kicked = true;
+        }
+    }
+}

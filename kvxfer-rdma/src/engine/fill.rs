@@ -1,0 +1,384 @@
+//! Posting: chunks become work requests, as many as the queue pair and the window take, with one doorbell per batch.
+
+use kvxfer_core::flow::{Chunk, ChunkState, Direction, Payload, Placement};
+use kvxfer_core::mutants::{self, Mutant};
+
+use crate::checksum;
+use crate::counters::add;
+use crate::error::RdmaError;
+use crate::message::{CLOSE_CHUNKS_MAX, ClosedChunk, Closing, LinkMessage, SlotUse};
+use crate::verbs::{Operation, Request, Sge};
+
+use super::Turn;
+use super::lane::{Lane, Pair};
+use super::work::{Current, Marker, OpenClose, SentChunk, Side, StandsFor};
+
+/// One work request's bytes, at most: 1 MiB.
+const REQUEST_BYTES_MAX: u64 = 1 << 20;
+/// Turns of posting in a row before the engine looks at other lanes and at completions.
+const ROUNDS_MAX: usize = 64;
+
+/// How far a chunk could be posted.
+enum Step {
+    /// All of it.
+    Done,
+    /// The batch or the queue is full.
+    Full,
+    /// It must not go on: its blocks were taken back, or nobody wants them any more.
+    GivenUp,
+}
+
+impl Lane {
+    /// Posts what the windows and the queue take, and closes what was posted.
+    pub(super) fn fill(&mut self, turn: &mut Turn<'_>) {
+        for _ in 0..ROUNDS_MAX {
+            let Some(pair) = self.pair.as_mut() else { return };
+            if pair.current.is_none() && !self.next_chunk(turn) {
+                break;
+            }
+            let Some(pair) = self.pair.as_mut() else { return };
+            let Some(mut current) = pair.current.take() else { continue };
+            // A place is kept for each close that must follow.
+            let reserve = pair.open.len() as i64 + 1;
+            match self.step(turn, &mut current, reserve) {
+                Step::Done => self.chunk_posted(turn, current),
+                Step::GivenUp => self.give_up(turn, current),
+                Step::Full => {
+                    let (had, room) = (turn.batch.len(), self.room());
+                    if let Some(pair) = &mut self.pair {
+                        pair.current = Some(current);
+                    }
+                    if !self.post(turn) {
+                        return;
+                    }
+                    if had == 0 || room <= reserve {
+                        break;
+                    }
+                }
+            }
+        }
+        self.close_open(turn);
+        self.post(turn);
+        // Turns of posting were used up: there may be more.
+        let sender = self.link.sender.lock();
+        if self.pair.as_ref().is_some_and(|pair| pair.room > pair.open.len() as i64 + 2) && sender.has_work(self.rail) {
+            self.kicked = true;
+        }
+    }
+
+    fn room(&self) -> i64 {
+        self.pair.as_ref().map_or(0, |pair| pair.room)
+    }
+
+    /// Takes the next chunk that can be posted. False if there is none.
+    fn next_chunk(&mut self, turn: &mut Turn<'_>) -> bool {
+        loop {
+            let Some(pair) = self.pair.as_ref() else { return false };
+            if pair.room <= pair.open.len() as i64 + 2 {
+                return false;
+            }
+            let chunk = self.link.sender.lock().next_chunk(self.rail, turn.now);
+            let Some(chunk) = chunk else { return false };
+            match self.begin(turn, &chunk) {
+                Ok(current) => {
+                    if let Some(pair) = &mut self.pair {
+                        pair.current = Some(current);
+                    }
+                    return true;
+                }
+                Err(state) => {
+                    self.link
+                        .sender
+                        .lock()
+                        .completed(self.name(), chunk.transfer, chunk.header.name(), state, turn.now);
+                }
+            }
+        }
+    }
+
+    /// Enters the fences that a chunk needs, or says what became of it.
+    fn begin(&mut self, turn: &mut Turn<'_>, chunk: &Chunk) -> Result<Current, ChunkState> {
+        let header = chunk.header;
+        let link = &self.link;
+        let (stream, gate, remote, remote_stream) = match &chunk.payload {
+            Payload::Message(message, range) => {
+                link.tell(LinkMessage::UserMessage {
+                    slot: SlotUse::of(&header),
+                    bytes: message[range.clone()].to_vec(),
+                });
+                // The session does not lose it.
+                return Err(ChunkState::Applied);
+            }
+            Payload::Stream {
+                stream,
+                gate,
+                remote: Some((remote, remote_stream)),
+                ..
+            } => (stream, gate, remote, remote_stream),
+            Payload::Stream { .. } => {
+                tracing::error!(transfer = chunk.transfer.0, "a chunk without the peer's segments");
+                return Err(ChunkState::Refused);
+            }
+        };
+        let Some(keys) = link.keys(chunk.transfer) else {
+            return Err(ChunkState::Missing);
+        };
+        let (stream, guard) = match remote.direction {
+            Direction::Write => {
+                if link.outbound.is_revoking(SlotUse::of(&header)) {
+                    return Err(ChunkState::Refused);
+                }
+                // Closed: the transfer is being stopped.
+                (stream.clone(), Some(gate.enter_owned().ok_or(ChunkState::Missing)?))
+            }
+            Direction::Read => match link.slots.begin(link.peer.incarnation, &header) {
+                Ok(Placement::Place { stream, gate, .. }) => {
+                    let guard = gate.enter_owned();
+                    if guard.is_none() && !mutants::is(Mutant::ReadWithoutGate) {
+                        link.slots.abandon(&header);
+                        return Err(ChunkState::Refused);
+                    }
+                    (stream, guard.filter(|_| !mutants::is(Mutant::ReadWithoutGate)))
+                }
+                Ok(Placement::Scrap(state)) => return Err(state),
+                Ok(Placement::Message) => return Err(ChunkState::Refused),
+                Err(error) => {
+                    tracing::error!(%error, transfer = chunk.transfer.0, "a read that its own slot does not take");
+                    return Err(ChunkState::Refused);
+                }
+            },
+        };
+        Ok(Current {
+            local: Side::new(stream, &header, turn.scratch.list()),
+            remote: Side::new(remote_stream.clone(), &header, turn.scratch.list()),
+            keys,
+            posted: 0,
+            sent: SentChunk {
+                transfer: chunk.transfer,
+                header,
+                direction: remote.direction,
+                whole: false,
+                guard,
+            },
+        })
+    }
+
+    /// Turns a chunk's segments into work requests until it is done or nothing more fits.
+    fn step(&mut self, turn: &mut Turn<'_>, current: &mut Current, reserve: i64) -> Step {
+        let Some(pair) = self.pair.as_mut() else { return Step::GivenUp };
+        let Some(peer) = &pair.peer else { return Step::GivenUp };
+        let slot = SlotUse::of(&current.sent.header);
+        if current.posted > 0 && self.link.outbound.is_revoking(slot) {
+            return Step::GivenUp;
+        }
+        let device = turn.device;
+        let remote_device = self.link.peer_advert.device_of(peer.own_port);
+        let (operation, segments_max) = match current.sent.direction {
+            Direction::Write => (Operation::Write, device.send_segments as usize),
+            Direction::Read => (Operation::Read, device.read_segments as usize),
+        };
+        let total = current.sent.header.length;
+        let mut room = pair.room - reserve;
+        while current.posted < total {
+            if room <= 0 || turn.batch.is_full() || turn.batch.segments_left() < segments_max {
+                return Step::Full;
+            }
+            let Some(remote) = current.remote.peek() else { return Step::GivenUp };
+            let Some(place) = current.keys.remote.locate(remote.region, remote.offset, 1, remote_device) else {
+                return Step::GivenUp;
+            };
+            let wanted = remote.length.min(place.until_edge).min(REQUEST_BYTES_MAX).min(device.message_bytes_max);
+            turn.scratch.gathered.clear();
+            let mut gathered = 0;
+            while gathered < wanted && turn.scratch.gathered.len() < segments_max {
+                let Some(local) = current.local.peek() else { break };
+                let Some(key) = current.keys.local[local.region as usize].local(device.index, local.offset) else {
+                    return Step::GivenUp;
+                };
+                let length = local.length.min(key.until_edge).min(wanted - gathered);
+                turn.scratch.gathered.push(Sge {
+                    address: key.address,
+                    length: length as u32,
+                    lkey: key.lkey,
+                });
+                current.local.take(length);
+                gathered += length;
+            }
+            if gathered == 0 {
+                return Step::GivenUp;
+            }
+            current.remote.take(gathered);
+            current.posted += gathered as u32;
+            let last_of_read = operation == Operation::Read && current.posted == total;
+            let request = Request {
+                wr_id: pair.next,
+                operation,
+                remote_address: place.address,
+                rkey: place.rkey,
+                signalled: last_of_read,
+                fence: false,
+            };
+            if !turn.batch.push(request, &turn.scratch.gathered) {
+                // It was looked at before: the batch has room for a request with as many segments as can be.
+                return Step::GivenUp;
+            }
+            pair.next += 1;
+            pair.unsignalled += 1;
+            room -= 1;
+            pair.room -= 1;
+        }
+        Step::Done
+    }
+
+    /// All of a chunk is in the batch.
+    fn chunk_posted(&mut self, turn: &mut Turn<'_>, mut current: Current) {
+        let Some(pair) = &mut self.pair else { return };
+        current.sent.whole = true;
+        let header = current.sent.header;
+        if current.sent.direction == Direction::Read {
+            turn.scratch.recycle(current.local, current.remote);
+            pair.mark(StandsFor::Chunk(current.sent));
+            return;
+        }
+        let transfer = current.sent.transfer;
+        let place = pair.open.iter().position(|open| open.transfer == transfer);
+        let place = place.unwrap_or_else(|| {
+            pair.open.push(OpenClose {
+                slot: SlotUse::of(&header),
+                transfer,
+                chunks: turn.scratch.chunk_list(),
+                checksum: header.checksummed.then(checksum::new),
+            });
+            pair.open.len() - 1
+        });
+        let open = &mut pair.open[place];
+        if let Some(digest) = &mut open.checksum {
+            let keys = &current.keys.local;
+            checksum::feed(digest, current.local.stream(), header.offset, header.length, |region| {
+                keys.get(region as usize).map(|keys| keys.region())
+            });
+        }
+        turn.scratch.recycle(current.local, current.remote);
+        open.chunks.push(current.sent);
+        if open.chunks.len() == CLOSE_CHUNKS_MAX {
+            let open = pair.open.swap_remove(place);
+            self.close_chunks(turn, open);
+        }
+    }
+
+    /// A chunk is left midway: it counts for nothing once what was posted of it is done.
+    fn give_up(&mut self, turn: &mut Turn<'_>, current: Current) {
+        let Some(pair) = &mut self.pair else { return };
+        turn.scratch.recycle(current.local, current.remote);
+        // A marker of its own: the work requests before it are complete when it is.
+        pair.push_marker(turn, None, StandsFor::Chunk(current.sent));
+    }
+
+    /// Closes what is open.
+    fn close_open(&mut self, turn: &mut Turn<'_>) {
+        while let Some(open) = self.pair.as_mut().and_then(|pair| pair.open.pop()) {
+            self.close_chunks(turn, open);
+        }
+    }
+
+    fn close_chunks(&mut self, turn: &mut Turn<'_>, open: OpenClose) {
+        let name = self.name();
+        let Some(pair) = &mut self.pair else { return };
+        let credit = pair.credits > 0 || mutants::is(Mutant::IgnoreReceiveCredit);
+        let immediate = credit && open.slot.fits_immediate();
+        let closing = Closing {
+            lane: name,
+            slot: open.slot,
+            close: pair.next_close,
+            over_session: !immediate,
+            has_message: open.chunks.first().is_some_and(|chunk| chunk.header.has_message),
+            checksum: open.checksum.map(|digest| digest.finalize()),
+            chunks: open
+                .chunks
+                .iter()
+                .map(|chunk| ClosedChunk {
+                    part: chunk.header.part,
+                    extent: chunk.header.extent,
+                    offset: chunk.header.offset,
+                    length: chunk.header.length,
+                })
+                .collect(),
+        };
+        pair.next_close = pair.next_close.wrapping_add(1);
+        let counters = &self.link.rails[usize::from(self.rail)].counters;
+        let chunks = open.chunks;
+        if immediate {
+            pair.credits = pair.credits.saturating_sub(1);
+            add(&counters.closes, 1);
+            pair.push_marker(turn, Some(closing.immediate()), StandsFor::Close { chunks, closing: None });
+            self.link.tell(LinkMessage::Closing(closing));
+        } else {
+            add(&counters.closes_over_session, 1);
+            let closing = Some(closing);
+            pair.push_marker(turn, None, StandsFor::Close { chunks, closing });
+        }
+    }
+
+    /// Rings the doorbell for what is in the batch. False if the queue pair took not all of it.
+    pub(super) fn post(&mut self, turn: &mut Turn<'_>) -> bool {
+        if turn.batch.is_empty() {
+            return true;
+        }
+        let Some(pair) = &mut self.pair else {
+            turn.batch.clear();
+            return false;
+        };
+        if pair.unsignalled > 0 {
+            // So that its completion is known, and with it that of those before it.
+            turn.batch.signal_last();
+            pair.mark(StandsFor::Part);
+        }
+        let counters = &self.link.rails[usize::from(self.rail)].counters;
+        add(&counters.requests, turn.batch.len() as u64);
+        add(&counters.doorbells, 1);
+        if pair.markers.len() <= 1 {
+            pair.last_progress = turn.now;
+        }
+        let Some(queue_pair) = &mut pair.queue_pair else { return false };
+        if let Err(error) = queue_pair.post_send(turn.batch) {
+            pair.torn = true;
+            self.fail(RdmaError::from(error.source).into());
+            return false;
+        }
+        true
+    }
+}
+
+impl Pair {
+    /// The last work request is signalled, and stands for this.
+    fn mark(&mut self, stands_for: StandsFor) {
+        self.markers.push_back(Marker {
+            number: self.next - 1,
+            requests: self.unsignalled,
+            stands_for,
+        });
+        self.unsignalled = 0;
+    }
+
+    /// Adds an empty write, signalled, with or without an immediate.
+    pub(super) fn push_marker(&mut self, turn: &mut Turn<'_>, immediate: Option<u32>, stands_for: StandsFor) {
+        let Some(peer) = &self.peer else { return };
+        if turn.batch.is_full() {
+            // Post what is there: a batch is at least as large as what a lane may have outstanding.
+            tracing::error!("a batch without room for a marker");
+        }
+        let request = Request {
+            wr_id: self.next,
+            operation: immediate.map_or(Operation::Write, Operation::WriteWithImmediate),
+            remote_address: peer.probe_address,
+            rkey: peer.probe_key,
+            signalled: true,
+            fence: false,
+        };
+        turn.batch.push(request, &[]);
+        self.next += 1;
+        self.unsignalled += 1;
+        self.room -= 1;
+        self.mark(stands_for);
+    }
+}

@@ -1,0 +1,409 @@
+//! One rail's end on its engine: the queue pair while there is one, and what stage it is in.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use kvxfer_core::flow::{ChunkName, LaneName};
+use kvxfer_core::transport::LinkEvent;
+use kvxfer_core::{Error, Time};
+
+use crate::device::Device;
+use crate::error::RdmaError;
+use crate::link::{LinkCore, Mail, RailPlace};
+use crate::message::{Closing, LinkMessage, RailHello};
+use crate::verbs::{CompletionBuffer, CompletionQueue, Mtu, QueuePair};
+
+use super::work::{Current, Marker, OpenClose};
+use super::Turn;
+
+/// Earlier epochs whose closes may still be told, at most: each goes when the peer asks for its fence.
+const PAST_MAX: usize = 16;
+
+/// A rail's end.
+pub(super) struct Lane {
+    pub(super) link: Arc<LinkCore>,
+    pub(super) rail: u16,
+    pub(super) place: RailPlace,
+    /// Somebody wants it looked at.
+    pub(super) kicked: bool,
+    pub(super) stage: Stage,
+    /// The queue pair's epoch, or that of the last one.
+    pub(super) epoch: u32,
+    /// Epochs up to here are over.
+    pub(super) epoch_floor: u32,
+    pub(super) pair: Option<Pair>,
+    /// Fences that the peer has asked for and that wait for the queue pair to be gone.
+    pub(super) fences: Vec<(LaneName, Vec<ChunkName>)>,
+    /// A newer queue pair of the dialer's, which waits for ours to be gone.
+    pub(super) next_hello: Option<RailHello>,
+    /// When the dialer tries again.
+    pub(super) retry_at: Option<Time>,
+    pub(super) attempts: u32,
+    /// What was received on earlier epochs and not matched yet.
+    pub(super) past: VecDeque<(u32, Received)>,
+    /// Closes without an immediate that wait for the device to be flushed.
+    pub(super) unflushed: Vec<Closing>,
+    pub(super) flush_asked: bool,
+}
+
+pub(super) enum Stage {
+    /// No queue pair.
+    Idle,
+    /// Dialer: the peer was told, its answer is awaited.
+    Connecting { limit: Time },
+    /// Connected; not both sides have found that it works.
+    Probing { limit: Time },
+    /// In use.
+    Up,
+    /// In the error state: completions are awaited, until the limit.
+    Draining { error: Error, limit: Time },
+    /// Destroyed; the device is being flushed.
+    Flushing { error: Error, limit: Time },
+    /// The link has closed and nothing is left.
+    Ended,
+}
+
+/// A queue pair and what is on it.
+pub(super) struct Pair {
+    /// Until it is destroyed.
+    pub(super) queue_pair: Option<QueuePair>,
+    pub(super) mtu: Mtu,
+    pub(super) completions: CompletionQueue,
+    /// The next completion makes an event.
+    pub(super) armed: bool,
+    pub(super) peer: Option<RailHello>,
+    /// Work requests that fit. Markers may overdraw it by a few, for which the queue has room.
+    pub(super) room: i64,
+    /// The number of the next work request.
+    pub(super) next: u64,
+    /// Work requests since the last signalled one.
+    pub(super) unsignalled: u32,
+    pub(super) markers: VecDeque<Marker>,
+    /// Not all of a batch could be posted: completions cannot tell when the queue is empty.
+    pub(super) torn: bool,
+    /// Receives posted and not completed.
+    pub(super) receives: u32,
+    /// Receives to be posted again.
+    pub(super) owed: u32,
+    /// Immediates that we may send.
+    pub(super) credits: u32,
+    pub(super) next_close: u8,
+    pub(super) received: Received,
+    pub(super) current: Option<Current>,
+    pub(super) open: Vec<OpenClose>,
+    pub(super) last_progress: Time,
+    pub(super) works_here: bool,
+    pub(super) works_there: bool,
+    /// Completed with an error, to be acted on in the lane's turn.
+    pub(super) failure: Option<Error>,
+    /// Immediates that came, to be handled in the lane's turn.
+    pub(super) immediates: Vec<u32>,
+    /// Markers that completed, to be handled in the lane's turn.
+    pub(super) completed: Vec<Marker>,
+    /// Chunks whose work requests were flushed: outstanding until the pair is gone.
+    pub(super) flushed: Vec<Marker>,
+}
+
+/// What the peer's closes have come to: immediates and the messages that say what they mean. Sets, not counts.
+#[derive(Default)]
+pub(super) struct Received {
+    pub(super) immediates: HashSet<u32>,
+    pub(super) closings: HashMap<u32, Closing>,
+}
+
+impl Lane {
+    pub(super) fn new(link: Arc<LinkCore>, rail: u16, place: RailPlace) -> Lane {
+        let dials = link.peer.dials;
+        Lane {
+            link,
+            rail,
+            place,
+            kicked: true,
+            stage: Stage::Idle,
+            epoch: 0,
+            epoch_floor: 0,
+            pair: None,
+            fences: Vec::new(),
+            next_hello: None,
+            retry_at: dials.then_some(Time::ZERO),
+            attempts: 0,
+            past: VecDeque::new(),
+            unflushed: Vec::new(),
+            flush_asked: false,
+        }
+    }
+
+    pub(super) fn name(&self) -> LaneName {
+        LaneName {
+            index: self.rail,
+            epoch: self.epoch,
+        }
+    }
+
+    pub(super) fn text(&self) -> String {
+        self.link.lane_place(self.name())
+    }
+
+    pub(super) fn queue_pair(&self) -> Option<u32> {
+        let pair = self.pair.as_ref()?;
+        pair.queue_pair.as_ref().map(QueuePair::number)
+    }
+
+    /// The port's number on this device.
+    pub(super) fn port(&self, device: &Device) -> Option<u8> {
+        device.port_number(self.place.own_port)
+    }
+
+    pub(super) fn ended(&self) -> bool {
+        matches!(self.stage, Stage::Ended)
+    }
+
+    /// The port is back: no need to wait for the next try.
+    pub(super) fn try_now(&mut self) {
+        if self.retry_at.is_some() {
+            self.retry_at = Some(Time::ZERO);
+            self.kicked = true;
+        }
+    }
+
+    /// The device is gone for good: no verb on it comes to anything.
+    pub(super) fn device_gone(&mut self, error: &Error) {
+        self.retry_at = None;
+        self.next_hello = None;
+        if matches!(self.stage, Stage::Connecting { .. } | Stage::Probing { .. } | Stage::Up) {
+            self.fail(error.clone());
+        }
+    }
+
+    /// Takes completions from the queue. True if there were any.
+    pub(super) fn poll(&mut self, buffer: &mut CompletionBuffer, now: Time) -> bool {
+        let Some(pair) = &mut self.pair else { return false };
+        let mut any = false;
+        loop {
+            match pair.completions.poll(buffer) {
+                Ok(0) => break,
+                Ok(count) => {
+                    any = true;
+                    for completion in buffer.iter() {
+                        pair.take(&completion, now, || self.link.lane_place(LaneName { index: self.rail, epoch: self.epoch }));
+                    }
+                    if (count as usize) < buffer.capacity() {
+                        break;
+                    }
+                }
+                Err(error) => {
+                    pair.failure.get_or_insert_with(|| RdmaError::from(error).into());
+                    break;
+                }
+            }
+        }
+        self.kicked |= any;
+        any
+    }
+
+    /// Asks for an event at the next completion. True if that is news.
+    pub(super) fn arm(&mut self) -> bool {
+        let Some(pair) = self.pair.as_mut().filter(|pair| !pair.armed) else {
+            return false;
+        };
+        match pair.completions.request_notify() {
+            Ok(()) => pair.armed = true,
+            Err(error) => {
+                pair.failure.get_or_insert_with(|| RdmaError::from(error).into());
+                self.kicked = true;
+            }
+        }
+        true
+    }
+
+    pub(super) fn disarmed(&mut self) {
+        if let Some(pair) = &mut self.pair {
+            pair.armed = false;
+        }
+    }
+
+    pub(super) fn wants_turn(&self, now: Time) -> bool {
+        self.kicked || self.due(now).is_some_and(|due| due <= now)
+    }
+
+    /// When the lane wants a turn whatever happens.
+    pub(super) fn due(&self, now: Time) -> Option<Time> {
+        match &self.stage {
+            Stage::Idle => self.retry_at.map(|at| at.max(now)),
+            Stage::Connecting { limit } | Stage::Probing { limit } => Some(*limit),
+            Stage::Draining { limit, .. } | Stage::Flushing { limit, .. } => Some(*limit),
+            Stage::Up => {
+                let pair = self.pair.as_ref()?;
+                (!pair.markers.is_empty()).then(|| pair.last_progress + self.link.config.progress)
+            }
+            Stage::Ended => None,
+        }
+    }
+
+    /// Does whatever is to be done.
+    pub(super) fn turn(&mut self, turn: &mut Turn<'_>) {
+        self.kicked = false;
+        self.take_completed(turn);
+        self.take_mail(turn);
+        if self.link.closing() {
+            self.close();
+        }
+        self.check_limits(turn);
+        if matches!(self.stage, Stage::Up) {
+            self.receive(turn);
+            self.fill(turn);
+        }
+        self.advance(turn);
+    }
+
+    fn take_mail(&mut self, turn: &mut Turn<'_>) {
+        loop {
+            let mail = self.link.rails[usize::from(self.rail)].mail.lock().pop_front();
+            match mail {
+                None => return,
+                Some(Mail::Fail(error)) => self.fail(error),
+                Some(Mail::Fence(lane, chunks)) => self.fence_asked(lane, chunks),
+                Some(Mail::Message(message)) => self.take_message(turn, message),
+            }
+        }
+    }
+
+    fn take_message(&mut self, turn: &mut Turn<'_>, message: LinkMessage) {
+        match message {
+            LinkMessage::Connect(hello) => self.connect_asked(turn, hello),
+            LinkMessage::Accept(hello) => self.accepted(turn, hello),
+            LinkMessage::Reject { lane, why } => {
+                if lane == self.name() && matches!(self.stage, Stage::Connecting { .. } | Stage::Probing { .. }) {
+                    self.fail(
+                        RdmaError::Lost {
+                            place: self.text(),
+                            why: format!("the peer refused it: {why}"),
+                        }
+                        .into(),
+                    );
+                }
+            }
+            LinkMessage::Ready { lane } => self.peer_ready(turn, lane),
+            LinkMessage::Credits { lane, count } => {
+                if lane == self.name()
+                    && let Some(pair) = &mut self.pair
+                {
+                    pair.credits = (pair.credits + count).min(crate::config::RECEIVE_DEPTH_MAX);
+                }
+            }
+            LinkMessage::LaneDown { lane, why } => {
+                if lane == self.name() && self.pair.is_some() {
+                    self.fail(
+                        RdmaError::Lost {
+                            place: self.text(),
+                            why: format!("the peer lost it: {why}"),
+                        }
+                        .into(),
+                    );
+                }
+            }
+            LinkMessage::Closing(closing) => self.closing_told(turn, closing),
+            // The others are not a rail's.
+            _ => {}
+        }
+    }
+
+    /// The peer has lost a lane: it is taken out of use, and what became of these chunks is said.
+    fn fence_asked(&mut self, lane: LaneName, chunks: Vec<ChunkName>) {
+        let live = !matches!(self.stage, Stage::Idle | Stage::Ended);
+        if live && lane.epoch == self.epoch {
+            self.fences.push((lane, chunks));
+            self.fail(
+                RdmaError::Lost {
+                    place: self.text(),
+                    why: "the peer lost it".into(),
+                }
+                .into(),
+            );
+            return;
+        }
+        // Gone already, or never made: a later try of that epoch is refused.
+        self.epoch_floor = self.epoch_floor.max(lane.epoch);
+        self.answer_fence(lane, chunks);
+    }
+
+    /// What became of the chunks of a lane that is gone and flushed.
+    pub(super) fn answer_fence(&mut self, lane: LaneName, chunks: Vec<ChunkName>) {
+        self.past.retain(|(epoch, _)| *epoch != lane.epoch);
+        let states = self.link.slots.chunk_states(self.link.peer.incarnation, &chunks);
+        // Closes told on the session before the question are counted: what this says is the truth of now.
+        self.link.flush();
+        self.link.emit(LinkEvent::LaneFenced {
+            lane,
+            chunks: chunks.into_iter().zip(states).collect(),
+        });
+    }
+
+    /// Keeps what was received on a queue pair that is gone, until the peer asks for its fence.
+    pub(super) fn keep_received(&mut self, received: Received) {
+        if self.past.len() == PAST_MAX {
+            self.past.pop_front();
+        }
+        self.past.push_back((self.epoch, received));
+    }
+
+    fn close(&mut self) {
+        match self.stage {
+            Stage::Idle => self.stage = Stage::Ended,
+            Stage::Connecting { .. } | Stage::Probing { .. } | Stage::Up => {
+                let error = RdmaError::Closed {
+                    peer: self.link.peer.incarnation,
+                };
+                self.fail(error.into());
+            }
+            _ => {}
+        }
+    }
+
+    fn check_limits(&mut self, turn: &mut Turn<'_>) {
+        let now = turn.now;
+        if let Some(error) = self.pair.as_mut().and_then(|pair| pair.failure.take()) {
+            self.fail(error);
+        }
+        match &self.stage {
+            Stage::Connecting { limit } | Stage::Probing { limit } if *limit <= now => self.fail(
+                RdmaError::TimedOut {
+                    place: self.text(),
+                    limit_ms: self.link.config.connect_timeout.as_millis() as u64,
+                }
+                .into(),
+            ),
+            Stage::Up => {
+                let progress = self.link.config.progress;
+                let stalled = self
+                    .pair
+                    .as_ref()
+                    .is_some_and(|pair| !pair.markers.is_empty() && pair.last_progress + progress <= now);
+                if stalled {
+                    self.fail(
+                        RdmaError::Stalled {
+                            place: self.text(),
+                            limit_ms: progress.as_millis() as u64,
+                        }
+                        .into(),
+                    );
+                }
+            }
+            Stage::Idle if !self.link.closing() && self.retry_at.is_some_and(|at| at <= now) => self.dial(turn),
+            _ => {}
+        }
+    }
+
+    /// Says that the rail is up, or no longer.
+    pub(super) fn shown(&self, name: Option<String>) {
+        let rail = &self.link.rails[usize::from(self.rail)];
+        let up = name.is_some();
+        let was = std::mem::replace(&mut *rail.name.lock(), name).is_some();
+        if up && !was {
+            self.link.rails_up.fetch_add(1, Ordering::SeqCst);
+        } else if was && !up {
+            self.link.rails_up.fetch_sub(1, Ordering::SeqCst);
+        }
+    }
+}

@@ -1,0 +1,192 @@
+//! The receiving side of a rail: closes are matched with what they cover, and what they cover is counted.
+
+use kvxfer_core::flow::{Applied, ChunkHeader, Placement};
+use kvxfer_core::mutants::{self, Mutant};
+use kvxfer_core::transport::LinkEvent;
+use kvxfer_core::{Error, ErrorKind};
+
+use crate::checksum;
+use crate::counters::add;
+use crate::error::RdmaError;
+use crate::message::{Closing, LinkMessage};
+
+use super::Turn;
+use super::lane::{Lane, Received};
+
+/// Closes told whose immediates have not come, per queue pair, at most: the peer has no more credits than that.
+const CLOSINGS_MAX: usize = 4096;
+
+impl Lane {
+    /// The peer says what a close covers.
+    pub(super) fn closing_told(&mut self, turn: &mut Turn<'_>, closing: Closing) {
+        if closing.over_session {
+            // Its writes are complete at the sender, on whatever queue pair they were; they may still be on their way to
+            // memory here.
+            self.unflushed.push(closing);
+            self.kicked = true;
+            return;
+        }
+        let epoch = closing.lane.epoch;
+        let received = if epoch == self.epoch && self.pair.is_some() {
+            self.pair.as_mut().map(|pair| &mut pair.received)
+        } else {
+            let past = self.past.iter_mut().find(|(past, _)| *past == epoch);
+            past.map(|(_, received)| received)
+        };
+        // Of an epoch whose fence has been answered: its sender knows that it did not count.
+        let Some(received) = received else { return };
+        let immediate = closing.immediate();
+        if received.immediates.remove(&immediate) {
+            self.count(turn, closing);
+            self.matched(epoch);
+        } else if received.closings.len() >= CLOSINGS_MAX || received.closings.contains_key(&immediate) {
+            self.fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
+        } else {
+            received.closings.insert(immediate, closing);
+        }
+    }
+
+    /// An immediate came: everything posted before it on this queue pair is in memory.
+    pub(super) fn immediate(&mut self, turn: &mut Turn<'_>, immediate: u32) {
+        let epoch = self.epoch;
+        let Some(pair) = &mut self.pair else { return };
+        let closing = match mutants::is(Mutant::CountCloses) {
+            true => take_any(&mut pair.received),
+            false => pair.received.closings.remove(&immediate),
+        };
+        match closing {
+            Some(closing) => {
+                self.count(turn, closing);
+                self.matched(epoch);
+            }
+            None => {
+                pair.received.immediates.insert(immediate);
+            }
+        }
+    }
+
+    /// A close is matched: its receive may be used again.
+    fn matched(&mut self, epoch: u32) {
+        if epoch == self.epoch
+            && let Some(pair) = &mut self.pair
+        {
+            pair.owed += 1;
+            self.kicked = true;
+        }
+    }
+
+    /// Posts receives that were used, and gives the peer credit for them.
+    pub(super) fn receive(&mut self, turn: &mut Turn<'_>) {
+        let depth = turn.device.receive_depth;
+        let lane = self.name();
+        let Some(pair) = &mut self.pair else { return };
+        if pair.owed < (depth / 4).max(1) {
+            return;
+        }
+        let count = std::mem::take(&mut pair.owed);
+        // Posted before they are told.
+        let Some(queue_pair) = &mut pair.queue_pair else { return };
+        match queue_pair.post_receives(super::complete::RECEIVE, count) {
+            Ok(()) => {
+                pair.receives += count;
+                self.link.tell(LinkMessage::Credits { lane, count });
+            }
+            Err(error) => self.fail(RdmaError::from(error).into()),
+        }
+    }
+
+    /// Counts closes that came over the session, once the device is flushed.
+    pub(super) fn count_unflushed(&mut self, turn: &mut Turn<'_>) {
+        if self.unflushed.is_empty() {
+            return;
+        }
+        let key = (self.link.id, self.rail);
+        if !self.flush_asked {
+            turn.flusher.ask(key);
+            self.flush_asked = true;
+        }
+        match turn.flusher.answer(key) {
+            None => {}
+            Some(flushed) => {
+                self.flush_asked = false;
+                let closings = std::mem::take(&mut self.unflushed);
+                if flushed {
+                    closings.into_iter().for_each(|closing| self.count(turn, closing));
+                } else {
+                    self.unflushed = closings;
+                    self.kicked = true;
+                }
+            }
+        }
+    }
+
+    /// What a close covers is in place.
+    fn count(&mut self, _turn: &mut Turn<'_>, closing: Closing) {
+        let link = self.link.clone();
+        let counters = &link.rails[usize::from(self.rail)].counters;
+        let mut taken: Vec<ChunkHeader> = Vec::with_capacity(closing.chunks.len());
+        let mut digest = closing.checksum.map(|_| checksum::new());
+        for header in closing.headers() {
+            match link.slots.begin(link.peer.incarnation, &header) {
+                Ok(Placement::Place { stream, regions, gate }) => {
+                    if let Some(digest) = &mut digest
+                        && let Some(_inside) = gate.enter()
+                    {
+                        checksum::feed(digest, &*stream, header.offset, header.length, |region| {
+                            regions.get(region as usize)
+                        });
+                    }
+                    taken.push(header);
+                }
+                // An ended slot, or what is in place already: dropped.
+                Ok(Placement::Scrap(_) | Placement::Message) => {
+                    digest = None;
+                    add(&counters.stray_closes, 1);
+                }
+                Err(error) => {
+                    for header in &taken {
+                        link.slots.abandon(header);
+                    }
+                    self.fail(error);
+                    return;
+                }
+            }
+        }
+        if let (Some(digest), Some(sent)) = (digest, closing.checksum)
+            && digest.finalize() != sent
+        {
+            self.corrupt(&closing, &taken);
+            return;
+        }
+        for header in &taken {
+            add(&counters.received_bytes, header.length.into());
+            if link.slots.applied(header) == Applied::Arrived {
+                link.slot_arrived(closing.slot);
+            }
+        }
+    }
+
+    fn corrupt(&mut self, closing: &Closing, taken: &[ChunkHeader]) {
+        let error = Error::new(ErrorKind::Corrupt, format!("slot {}.{}", closing.slot.slot, closing.slot.generation))
+            .at(self.text())
+            .because("the bytes that arrived are not those that were sent: their CRC64 differs")
+            .remedy("send it again; if it happens again on this rail, take the port out of use and test the machine");
+        for header in taken {
+            self.link.slots.abandon(header);
+        }
+        let slot = closing.slot;
+        self.link.slots.corrupt(slot.slot, slot.generation);
+        self.link.emit(LinkEvent::SlotCorrupt {
+            slot: slot.slot,
+            generation: slot.generation,
+            error: error.clone(),
+        });
+        self.fail(error);
+    }
+}
+
+/// The mutant's way: any close will do.
+fn take_any(received: &mut Received) -> Option<Closing> {
+    let key = *received.closings.keys().next()?;
+    received.closings.remove(&key)
+}

@@ -1,0 +1,110 @@
+//! The receiving side's books of one link: slots that the peer may write, and those it was told to stop writing.
+
+use std::collections::HashMap;
+
+use kvxfer_core::Time;
+use parking_lot::Mutex;
+
+use crate::message::SlotUse;
+
+/// Slots admitted to the peer. Bounded by the slot table: each is a slot in use.
+#[derive(Default)]
+pub(crate) struct Inbound {
+    admitted: Mutex<HashMap<SlotUse, Admission>>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Admission {
+    /// The peer may write.
+    Open,
+    /// The peer was told to stop; it has until then to confirm.
+    Revoked(Time),
+    /// It did not: its queue pairs are being fenced.
+    Fencing,
+}
+
+impl Inbound {
+    pub(crate) fn admit(&self, slot: SlotUse) {
+        self.admitted.lock().entry(slot).or_insert(Admission::Open);
+    }
+
+    /// The slot was closed. False if the peer was never admitted, or has been told already.
+    pub(crate) fn revoke(&self, slot: SlotUse, limit: Time) -> bool {
+        match self.admitted.lock().get_mut(&slot) {
+            Some(admission) if *admission == Admission::Open => {
+                *admission = Admission::Revoked(limit);
+                true
+            }
+            _ => false,
+        }
+    }
+
+    /// Takes those whose confirmation is late, which are from now on being fenced; and says when the next would be.
+    pub(crate) fn late_revocations(&self, now: Time) -> (Vec<SlotUse>, Option<Time>) {
+        let mut late = Vec::new();
+        let mut next: Option<Time> = None;
+        for (slot, admission) in self.admitted.lock().iter_mut() {
+            if let Admission::Revoked(limit) = *admission {
+                if limit <= now {
+                    *admission = Admission::Fencing;
+                    late.push(*slot);
+                } else {
+                    next = Some(next.map_or(limit, |next| next.min(limit)));
+                }
+            }
+        }
+        (late, next)
+    }
+
+    /// When the next confirmation is late.
+    pub(crate) fn next_revocation(&self) -> Option<Time> {
+        let admitted = self.admitted.lock();
+        let limit = |admission: &Admission| match admission {
+            Admission::Revoked(limit) => Some(*limit),
+            _ => None,
+        };
+        admitted.values().filter_map(limit).min()
+    }
+
+    /// These are over: how many of them were known.
+    pub(crate) fn forget(&self, slots: &[SlotUse]) -> usize {
+        let mut admitted = self.admitted.lock();
+        slots.iter().filter(|slot| admitted.remove(slot).is_some()).count()
+    }
+
+    /// All of them are over.
+    pub(crate) fn take_all(&self) -> Vec<SlotUse> {
+        self.admitted.lock().drain().map(|(slot, _)| slot).collect()
+    }
+
+    /// How many there are.
+    pub(crate) fn count(&self) -> usize {
+        self.admitted.lock().len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use kvxfer_core::{Generation, SlotId};
+
+    use super::*;
+
+    #[test]
+    fn a_late_confirmation_is_noticed_once() {
+        let slot = SlotUse {
+            slot: SlotId(1),
+            generation: Generation(2),
+        };
+        let at = Time::from_nanos;
+        let inbound = Inbound::default();
+        assert!(!inbound.revoke(slot, at(5)), "it was not admitted");
+        inbound.admit(slot);
+        assert!(inbound.revoke(slot, at(5)));
+        assert!(!inbound.revoke(slot, at(9)), "it was told once");
+        assert_eq!(inbound.late_revocations(at(4)), (vec![], Some(at(5))));
+        assert_eq!(inbound.late_revocations(at(5)), (vec![slot], None));
+        assert_eq!(inbound.late_revocations(at(6)), (vec![], None));
+        assert_eq!(inbound.forget(&[slot, slot]), 1);
+        assert_eq!(inbound.count(), 0);
+    }
+}

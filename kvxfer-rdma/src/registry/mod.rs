@@ -1,0 +1,267 @@
+//! Registration: a pool's regions on every device in use, and what peers need to reach them.
+//!
+//! * A region is registered in *chunks* of at most the smallest `max_mr_size` of the devices; all devices share the
+//!   chunk edges, so that one number tells where a work request must be cut.
+//! * Rights are the least that the pool's role needs. A pool that receives is writable by peers; only one that serves is
+//!   readable. The flush after a fence reads the region on the device itself: a pool that only receives
+//!   has a second registration of one page of each chunk for that, whose key no peer is told.
+//! * Registrations live as long as somebody holds their [`RegionKeys`]: the pool by [`Registered::hold`], the engine
+//!   while work requests name them. Giving them up is done by a thread of the registry (`kvx-dereg`), because it takes
+//!   milliseconds per gibibyte: neither the caller who drops a pool nor the data thread that drops the last use waits.
+//!   The regions' memory is let go of after that.
+
+mod keys;
+mod register;
+mod retire;
+
+use std::collections::HashMap;
+use std::sync::{Arc, Weak};
+use std::time::Duration;
+
+use kvxfer_core::memory::Region;
+use kvxfer_core::transport::{RegionAccess, Registered};
+use kvxfer_core::{Error, ErrorKind, Result};
+use parking_lot::RwLock;
+
+pub use keys::{DEVICES_MAX, PAGE_BYTES, REGIONS_MAX, RemoteKey, RemoteRegions};
+pub use register::RegistryOptions;
+
+use crate::verbs::{MemoryRegion, ProtectionDomain};
+use retire::Retirement;
+
+/// The registrations of one endpoint. Cheap to clone.
+#[derive(Clone, Debug)]
+pub struct Registry {
+    inner: Arc<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    devices: Vec<ProtectionDomain>,
+    options: RegistryOptions,
+    // By the region's address in this process, only to find the candidates: the entry's own `Arc` decides.
+    regions: RwLock<HashMap<usize, Vec<Arc<RegionKeys>>>>,
+    retirement: Retirement,
+}
+
+/// One region, registered on every device. Keeps the registrations, and the region's memory.
+#[derive(Debug)]
+pub struct RegionKeys {
+    region: Arc<Region>,
+    access: RegionAccess,
+    chunks: keys::Chunks,
+    devices: Vec<Vec<ChunkKeys>>,
+    retirement: Retirement,
+}
+
+/// The registrations of one chunk on one device.
+#[derive(Debug)]
+struct ChunkKeys {
+    lkey: u32,
+    rkey: u32,
+    flush_rkey: u32,
+    memory: MemoryRegion,
+    // For pools that peers may write but not read.
+    flush: Option<MemoryRegion>,
+}
+
+/// How our own work requests name a run of a region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct LocalKey {
+    /// First byte, for a segment.
+    pub address: u64,
+    /// The registration's local key.
+    pub lkey: u32,
+    /// Bytes from there to the registration's edge: a segment must not go past it.
+    pub until_edge: u64,
+}
+
+/// What a loopback read reads to flush writes to a chunk.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct FlushTarget {
+    /// First byte. At least one byte may be read.
+    pub address: u64,
+    /// The key; never told to peers unless the pool serves.
+    pub rkey: u32,
+}
+
+impl Registry {
+    /// A registry for these devices. Their order is how keys are numbered: peers must know it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for more than [`DEVICES_MAX`] devices, `ResourceExhausted` if its thread cannot start.
+    pub fn new(devices: Vec<ProtectionDomain>, options: RegistryOptions) -> Result<Registry> {
+        if devices.len() > DEVICES_MAX {
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, format!("{} devices", devices.len()))
+                    .because(format!("at most {DEVICES_MAX} can be used"))
+                    .remedy("name the devices to use in rdma.devices"),
+            );
+        }
+        Ok(Registry {
+            inner: Arc::new(Inner {
+                devices,
+                options,
+                regions: RwLock::new(HashMap::new()),
+                retirement: Retirement::start()?,
+            }),
+        })
+    }
+
+    /// The devices, in the order of their keys.
+    pub fn devices(&self) -> &[ProtectionDomain] {
+        &self.inner.devices
+    }
+
+    /// Registers the regions on every device, in parallel within the configured bound. Slow: pages are pinned.
+    ///
+    /// # Errors
+    /// What a device refuses, with the limit and the need; `Unsupported` for memory that is neither the host's nor
+    /// offered as a dmabuf; `ResourceExhausted` if the keys are too many for a peer to be told. Nothing stays
+    /// registered then.
+    pub fn register(&self, regions: &[Arc<Region>], access: RegionAccess) -> Result<Registered> {
+        let devices = &self.inner.devices;
+        let registered = register::register(devices, &self.inner.options, regions, access)?;
+        let made: Vec<Arc<RegionKeys>> = registered
+            .into_iter()
+            .map(|(region, chunks, devices)| {
+                Arc::new(RegionKeys {
+                    region,
+                    access,
+                    chunks,
+                    devices,
+                    retirement: self.inner.retirement.clone(),
+                })
+            })
+            .collect();
+        let keys = keys::encode(devices.len(), &made, access)?;
+        let mut map = self.inner.regions.write();
+        for entry in &made {
+            map.entry(identity(&entry.region)).or_default().push(entry.clone());
+        }
+        drop(map);
+        Ok(Registered {
+            keys,
+            hold: Box::new(Hold {
+                registry: Arc::downgrade(&self.inner),
+                regions: made,
+            }),
+        })
+    }
+
+    /// The registration of exactly this region, if there is one. If it was registered more than once, one that the
+    /// device may write locally comes first.
+    pub fn local(&self, region: &Arc<Region>) -> Option<Arc<RegionKeys>> {
+        let map = self.inner.regions.read();
+        let entries = map.get(&identity(region))?.iter();
+        entries
+            .filter(|entry| Arc::ptr_eq(&entry.region, region))
+            .max_by_key(|entry| entry.access.receives)
+            .cloned()
+    }
+
+    /// The registrations that peers may write. Whoever flushes a device holds them meanwhile, so that a pool that is
+    /// given up in between does not take away the keys that are being read.
+    pub fn written_by_peers(&self) -> Vec<Arc<RegionKeys>> {
+        let map = self.inner.regions.read();
+        let written = map.values().flatten().filter(|keys| keys.access.receives);
+        written.cloned().collect()
+    }
+
+    /// The regions that are registered, each once for every pool that has it.
+    pub fn regions(&self) -> Vec<Arc<Region>> {
+        let map = self.inner.regions.read();
+        map.values().flatten().map(|keys| keys.region.clone()).collect()
+    }
+
+    /// Regions that are registered and can be found.
+    pub fn len(&self) -> usize {
+        self.inner.regions.read().values().map(Vec::len).sum()
+    }
+
+    /// Whether no region is registered.
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Waits until everything that nobody uses any more is deregistered; `false` if that takes longer.
+    pub fn wait_retired(&self, limit: Duration) -> bool {
+        self.inner.retirement.wait(limit)
+    }
+}
+
+impl RegionKeys {
+    /// The region.
+    pub fn region(&self) -> &Arc<Region> {
+        &self.region
+    }
+
+    /// What it is registered for.
+    pub fn access(&self) -> RegionAccess {
+        self.access
+    }
+
+    /// How our own work requests on device `device` name the bytes from `offset` on; `None` outside of the region.
+    #[inline]
+    pub fn local(&self, device: usize, offset: u64) -> Option<LocalKey> {
+        let place = self.chunks.locate(offset)?;
+        let chunk = self.devices.get(device)?.get(place.chunk)?;
+        Some(LocalKey {
+            address: place.address,
+            lkey: chunk.lkey,
+            until_edge: place.until_edge,
+        })
+    }
+
+    /// What loopback reads on device `device` read to flush all writes to the region: one target per chunk. Empty
+    /// for regions that no peer may write.
+    pub fn flush_targets(&self, device: usize) -> impl Iterator<Item = FlushTarget> + '_ {
+        let chunks = self.devices.get(device).map_or(&[][..], Vec::as_slice);
+        chunks
+            .iter()
+            .enumerate()
+            .filter(|_| self.access.receives)
+            .map(|(index, chunk)| FlushTarget {
+                address: self.chunks.start(index),
+                rkey: chunk.flush_rkey,
+            })
+    }
+}
+
+impl Drop for RegionKeys {
+    fn drop(&mut self) {
+        let memory = self.devices.drain(..).flatten().flat_map(|chunk| {
+            let ChunkKeys { memory, flush, .. } = chunk;
+            [Some(memory), flush].into_iter().flatten()
+        });
+        self.retirement.retire(memory.collect(), self.region.clone());
+    }
+}
+
+/// A pool's claim on its registrations.
+struct Hold {
+    registry: Weak<Inner>,
+    regions: Vec<Arc<RegionKeys>>,
+}
+
+impl Drop for Hold {
+    fn drop(&mut self) {
+        let Some(registry) = self.registry.upgrade() else {
+            return;
+        };
+        let mut map = registry.regions.write();
+        for mine in &self.regions {
+            let key = identity(&mine.region);
+            if let Some(entries) = map.get_mut(&key) {
+                entries.retain(|entry| !Arc::ptr_eq(entry, mine));
+                if entries.is_empty() {
+                    map.remove(&key);
+                }
+            }
+        }
+    }
+}
+
+fn identity(region: &Arc<Region>) -> usize {
+    Arc::as_ptr(region).addr()
+}

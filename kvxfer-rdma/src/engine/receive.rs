@@ -167,10 +167,13 @@ impl Lane {
     }
 
     fn corrupt(&mut self, closing: &Closing, taken: &[ChunkHeader]) {
-        let error = Error::new(ErrorKind::Corrupt, format!("slot {}.{}", closing.slot.slot, closing.slot.generation))
-            .at(self.text())
-            .because("the bytes that arrived are not those that were sent: their CRC64 differs")
-            .remedy("send it again; if it happens again on this rail, take the port out of use and test the machine");
+        let error = Error::new(
+            ErrorKind::Corrupt,
+            format!("slot {}.{}", closing.slot.slot, closing.slot.generation),
+        )
+        .at(self.text())
+        .because("the bytes that arrived are not those that were sent: their CRC64 differs")
+        .remedy("send it again; if it happens again on this rail, take the port out of use and test the machine");
         for header in taken {
             self.link.slots.abandon(header);
         }

@@ -131,7 +131,9 @@ impl Log {
     }
 
     pub fn closed(&self) {
-        self.wait("end of the link", |event| matches!(event, LinkEvent::Closed).then_some(()));
+        self.wait("end of the link", |event| {
+            matches!(event, LinkEvent::Closed).then_some(())
+        });
     }
 
     pub fn lost(&self) -> Vec<(LaneName, usize, Error)> {
@@ -203,7 +205,10 @@ pub fn bytes_of(seed: u64, length: usize) -> Vec<u8> {
 /// Logs to the test's output as `RUST_LOG` says.
 pub fn logs() {
     let filter = tracing_subscriber::EnvFilter::from_default_env();
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_test_writer()
+        .try_init();
 }
 
 impl Node {
@@ -219,7 +224,10 @@ impl Node {
     }
 
     pub fn memory(&self, lengths: &[u64]) -> Memory {
-        let regions: Arc<[Arc<Region>]> = lengths.iter().map(|length| Region::allocate(*length).unwrap()).collect();
+        let regions: Arc<[Arc<Region>]> = lengths
+            .iter()
+            .map(|length| Region::allocate(*length).unwrap())
+            .collect();
         let access = RegionAccess {
             serves: true,
             receives: true,
@@ -279,8 +287,14 @@ impl Pair {
         let (to_left, from_right) = mpsc::channel();
         *left_log.relay.lock() = Some(to_right);
         *right_log.relay.lock() = Some(to_left);
-        let right_link = right.transport.connect(left.peer(&right, 7, false), right_log.clone()).unwrap();
-        let left_link = left.transport.connect(right.peer(&left, 7, true), left_log.clone()).unwrap();
+        let right_link = right
+            .transport
+            .connect(left.peer(&right, 7, false), right_log.clone())
+            .unwrap();
+        let left_link = left
+            .transport
+            .connect(right.peer(&left, 7, true), left_log.clone())
+            .unwrap();
         relay(from_left, right_link.clone());
         relay(from_right, left_link.clone());
         Pair {

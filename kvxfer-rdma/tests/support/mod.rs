@@ -481,8 +481,19 @@ impl Pair {
         let (to_left, from_right) = mpsc::channel();
         *left_log.relay.lock() = Some(to_right);
         *right_log.relay.lock() = Some(to_left);
+<<<<<<< HEAD
         let right_link = right.transport.connect(left.peer(&right, 7, !left_dials), right_log.clone()).unwrap();
         let left_link = left.transport.connect(right.peer(&left, 7, left_dials), left_log.clone()).unwrap();
+=======
+        let right_link = right
+            .transport
+            .connect(left.peer(&right, 7, false), right_log.clone())
+            .unwrap();
+        let left_link = left
+            .transport
+            .connect(right.peer(&left, 7, true), left_log.clone())
+            .unwrap();
+>>>>>>> machine
         relay(from_left, right_link.clone());
         relay(from_right, left_link.clone());
         Pair {

@@ -55,7 +55,9 @@ pub fn endpoint(name: &str) -> Endpoint {
 /// Those who give are on one side, those who take on the other, unless the settings say where.
 pub fn endpoint_with(name: &str, mut config: Config) -> Endpoint {
     if crate::OVER == "rdma" && config.devices.is_empty() {
-        let takes = ["decode", "receiver", "reader", "b"].iter().any(|side| name.starts_with(side));
+        let takes = ["decode", "receiver", "reader", "b"]
+            .iter()
+            .any(|side| name.starts_with(side));
         config.devices = vec![site::site().device(usize::from(takes))];
     }
     Endpoint::builder().config(config).name(name).build().unwrap()
@@ -172,7 +174,9 @@ pub fn snapshot(pool: &Pool) -> Vec<u8> {
 pub fn metric_sum(endpoint: &Endpoint, name: &str, labels: &str) -> f64 {
     let text = endpoint.metrics();
     text.lines()
-        .filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])) && line.contains(labels))
+        .filter(|line| {
+            line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])) && line.contains(labels)
+        })
         .map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap())
         .sum()
 }

@@ -83,11 +83,11 @@ pub(crate) struct MeasureArgs {
     /// Transport: tcp or rdma, of which nothing else is fallen back to, or auto, which takes the best there is.
     #[arg(long, default_value = "auto")]
     pub(crate) transport: String,
-    /// Devices, separated by commas: mlx5_0 for both sides, or ours:theirs [default: all].
+    /// Devices, separated by commas: mlx5_0 (or mlx5_0:1, a port) for both sides, or ours=theirs [default: all].
     #[arg(long, value_delimiter = ',')]
     pub(crate) device: Vec<String>,
     /// Rails, at most [default: the library's].
-    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=64))]
+    #[arg(long, value_parser = clap::value_parser!(u16).range(1..=16))]
     pub(crate) rails: Option<u16>,
     /// Which way the bytes go.
     #[arg(long, value_enum, default_value = "push")]

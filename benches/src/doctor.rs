@@ -4,7 +4,9 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::path::Path;
 use std::time::Duration;
 
+use kvxfer::Config;
 use kvxfer_core::Result;
+use kvxfer_rdma::probe::{self, Availability, Level, ProbeOptions};
 use rustix::process::{Resource, getrlimit};
 use rustix::time::{ClockId, clock_gettime};
 use serde::Serialize;
@@ -41,7 +43,7 @@ struct Check {
 
 /// Runs all checks and prints them; says whether none failed.
 pub(crate) fn run(json: bool) -> Result<bool> {
-    let checks = [
+    let mut checks = vec![
         kernel(),
         cores(),
         clock(),
@@ -61,10 +63,9 @@ pub(crate) fn run(json: bool) -> Result<bool> {
         open_files(),
         huge_pages(),
         transparent_huge_pages(),
-        rdma(),
-        gpu(),
-        process_namespace(),
     ];
+    checks.extend(rdma());
+    checks.extend([gpu(), process_namespace()]);
     for check in &checks {
         if json {
             terminal::json_line(check)?;
@@ -234,7 +235,7 @@ fn locked_memory() -> Check {
             "locked memory",
             Status::Info,
             format!("{found} (tcp needs none; rdma locks whole pools)"),
-            "before using rdma: ulimit -l unlimited, or LimitMEMLOCK=infinity in the service",
+            "where rdma is used: ulimit -l unlimited, or LimitMEMLOCK=infinity in the service",
         ),
     }
 }
@@ -293,21 +294,72 @@ fn transparent_huge_pages() -> Check {
     )
 }
 
-fn rdma() -> Check {
-    let library = ["libibverbs.so.1", "libibverbs.so"].iter().find(|name| loads(name));
-    let devices = names("/sys/class/infiniband");
-    let found = match (library, devices.is_empty()) {
-        (Some(library), false) => format!("{library} loads; devices: {}", devices.join(", ")),
-        (Some(library), true) => format!("{library} loads; no device"),
-        (None, false) => format!("devices: {}; libibverbs does not load", devices.join(", ")),
-        (None, true) => "no libibverbs, no device".to_owned(),
+/// What the verbs library and its devices say, under the settings of the environment.
+fn rdma() -> Vec<Check> {
+    let config = match Config::from_env() {
+        Ok(config) => config,
+        Err(error) => {
+            return vec![report(
+                "settings",
+                Status::Fail,
+                error.to_string(),
+                "correct the variable",
+            )];
+        }
     };
-    report(
-        "rdma",
-        Status::Info,
-        found,
-        "the rdma transport is not in this build: hand-overs take tcp",
-    )
+    let library = &config.rdma.library;
+    let found = probe::probe(&ProbeOptions {
+        library: (!library.is_empty()).then(|| library.into()),
+        devices: config.devices.clone(),
+        gid_index: config.rdma.gid_index,
+    });
+    // Where there is no device, tcp is as it should be; where there is one, it is to be used.
+    let refused = match found {
+        Availability::Devices { .. } => Status::Warn,
+        _ => Status::Info,
+    };
+    let check = |line: &probe::Line| {
+        let status = match line.level {
+            Level::Good => Status::Ok,
+            Level::Note => Status::Info,
+            Level::Warning => Status::Warn,
+            Level::Refused => refused,
+        };
+        let found = format!("{:1$}{2}", "", 2 * line.depth, line.text);
+        report("rdma", status, found, line.remedy.clone())
+    };
+    let mut checks: Vec<Check> = found.lines().iter().map(check).collect();
+    match found.usable().count() {
+        0 => checks.push(report("rdma", Status::Info, "not usable: hand-overs take tcp", "")),
+        ports => {
+            let ports = format!("usable, {ports} port{}", if ports == 1 { "" } else { "s" });
+            checks.push(report("rdma", Status::Ok, ports, ""));
+            checks.push(registrable());
+        }
+    }
+    checks
+}
+
+/// Whether pools can be locked, which every registration does.
+fn registrable() -> Check {
+    const CAP_IPC_LOCK: u32 = 14;
+    let capabilities = status_field("CapEff").and_then(|text| u64::from_str_radix(&text, 16).ok());
+    let exempt = capabilities.is_some_and(|bits| bits >> CAP_IPC_LOCK & 1 == 1);
+    match getrlimit(Resource::Memlock).current {
+        None => report("rdma", Status::Ok, "pools of any size can be registered", ""),
+        Some(_) if exempt => report(
+            "rdma",
+            Status::Ok,
+            "pools of any size can be registered (CAP_IPC_LOCK: the limit of locked memory does not bind)",
+            "",
+        ),
+        Some(bytes) => report(
+            "rdma",
+            Status::Warn,
+            format!("pools above {} in all cannot be registered", terminal::bytes(bytes)),
+            "ulimit -l unlimited, or LimitMEMLOCK=infinity in the service, or --ulimit memlock=-1 for the container",
+        ),
+    }
 }
 
 fn gpu() -> Check {
@@ -358,7 +410,7 @@ fn loads(name: &str) -> bool {
         return false;
     };
     // SAFETY: the name is a C string; loading a system library by its well-known name runs its initialisers, which
-    // libibverbs and libcuda keep free of side effects until they are called.
+    // libcuda keeps free of side effects until they are called.
     let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) };
     if handle.is_null() {
         return false;
@@ -368,13 +420,13 @@ fn loads(name: &str) -> bool {
     true
 }
 
-fn names(directory: &str) -> Vec<String> {
-    let entries = std::fs::read_dir(directory).into_iter().flatten().flatten();
-    let mut names: Vec<String> = entries
-        .map(|entry| entry.file_name().to_string_lossy().into_owned())
-        .collect();
-    names.sort();
-    names
+/// A field of this process's status.
+fn status_field(key: &str) -> Option<String> {
+    let text = std::fs::read_to_string("/proc/self/status").ok()?;
+    let line = text
+        .lines()
+        .find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
+    Some(line.trim().to_owned())
 }
 
 fn number(path: &str) -> Option<u64> {

@@ -136,7 +136,7 @@ fn movers(arguments: &MeasureArgs, works: &[Work]) -> Result<Vec<Mover>> {
         return cannot(
             "without one --device",
             "perftest uses one device on each side, and so must what is compared with it",
-            "name it: --device mlx5_0, or --device rxe0:rxe1 for ours and theirs",
+            "name it: --device mlx5_0, or --device rxe0=rxe1 for ours and theirs",
         );
     }
     if works.iter().any(|work| work.ping_pong) {

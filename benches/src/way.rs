@@ -29,7 +29,7 @@ impl Way {
     }
 
     /// Ours and theirs from `--transport`, `--device` and `--rails`. A device is `rxe0` for both sides, or
-    /// `rxe0:rxe1`: ours and theirs.
+    /// `rxe0=rxe1`: ours and theirs.
     pub(crate) fn both(transport: &str, devices: &[String], rails: Option<u16>) -> Result<(Way, Way)> {
         let mut ours = Way {
             rails,
@@ -37,21 +37,21 @@ impl Way {
         };
         let mut theirs = ours.clone();
         for device in devices {
-            match device.split_once(':') {
+            match device.split_once('=') {
                 None => {
                     ours.devices.push(device.clone());
                     theirs.devices.push(device.clone());
                 }
-                Some((our, their)) if !our.is_empty() && !their.is_empty() && !their.contains(':') => {
+                Some((our, their)) if !our.is_empty() && !their.is_empty() && !their.contains('=') => {
                     ours.devices.push(our.to_owned());
                     theirs.devices.push(their.to_owned());
-                    ours.pairs.push(format!("{our}:{their}"));
-                    theirs.pairs.push(format!("{their}:{our}"));
+                    ours.pairs.push(format!("{our}={their}"));
+                    theirs.pairs.push(format!("{their}={our}"));
                 }
                 Some(_) => {
                     return Err(Error::new(ErrorKind::InvalidArgument, format!("--device {device}"))
-                        .because("it is neither a device nor two with a colon between them")
-                        .remedy("give a device for both sides (mlx5_0), or ours and theirs (rxe0:rxe1)"));
+                        .because("it is neither a device nor two with an equals sign between them")
+                        .remedy("give a device for both sides (mlx5_0), or ours and theirs (rxe0=rxe1)"));
                 }
             }
         }
@@ -59,7 +59,7 @@ impl Way {
             return Err(
                 Error::new(ErrorKind::InvalidArgument, format!("--device {}", devices.join(",")))
                     .because("some are pairs and some are not")
-                    .remedy("write all as ours:theirs, or none"),
+                    .remedy("write all as ours=theirs, or none"),
             );
         }
         for way in [&mut ours, &mut theirs] {
@@ -104,12 +104,12 @@ mod tests {
         assert_eq!(ours, theirs);
         assert_eq!(ours.devices, ["mlx5_0", "mlx5_1"]);
         assert!(ours.pairs.is_empty() && ours.rails == Some(2));
-        let (ours, theirs) = Way::both("rdma", &names(&["rxe2:rxe3", "rxe0:rxe1"]), None).unwrap();
+        let (ours, theirs) = Way::both("rdma", &names(&["rxe2=rxe3", "rxe0=rxe1"]), None).unwrap();
         assert_eq!(ours.devices, ["rxe0", "rxe2"]);
         assert_eq!(theirs.devices, ["rxe1", "rxe3"]);
-        assert_eq!(ours.pairs, ["rxe2:rxe3", "rxe0:rxe1"]);
-        assert_eq!(theirs.pairs, ["rxe3:rxe2", "rxe1:rxe0"]);
-        for bad in [&["a:b:c"][..], &[":b"], &["a:"], &["a:b", "c"]] {
+        assert_eq!(ours.pairs, ["rxe2=rxe3", "rxe0=rxe1"]);
+        assert_eq!(theirs.pairs, ["rxe3=rxe2", "rxe1=rxe0"]);
+        for bad in [&["a=b=c"][..], &["=b"], &["a="], &["a=b", "c"]] {
             let error = Way::both("rdma", &names(bad), None).unwrap_err().to_string();
             assert!(error.contains("--device") && error.contains(bad[0]), "{error}");
         }

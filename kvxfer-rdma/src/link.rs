@@ -272,7 +272,10 @@ impl LinkCore {
     pub(crate) fn next_look(&self, now: Time) -> Time {
         let late = self.inbound.next_revocation();
         let setup = (!self.settled()).then_some(self.setup_end);
-        late.into_iter().chain(setup).min().unwrap_or(now + self.config.progress)
+        late.into_iter()
+            .chain(setup)
+            .min()
+            .unwrap_or(now + self.config.progress)
     }
 
     /// An engine has let go of a rail, after the link began to close.
@@ -535,7 +538,11 @@ impl LinkCore {
         };
         let mut mail = rail.mail.lock();
         if mail.len() >= MAIL_MAX {
-            return Err(RdmaError::peer(self, format!("more than {MAIL_MAX} messages wait for rail {}", rail.index)).into());
+            return Err(RdmaError::peer(
+                self,
+                format!("more than {MAIL_MAX} messages wait for rail {}", rail.index),
+            )
+            .into());
         }
         mail.push_back(Mail::Message(message));
         drop(mail);
@@ -711,9 +718,7 @@ impl Link for RdmaLink {
                 .at("rdma")
                 .because("it does not say where its bytes go at the peer"));
         };
-        let keys = core
-            .outbound
-            .resolve(remote, &spec.regions, &core.transport.registry)?;
+        let keys = core.outbound.resolve(remote, &spec.regions, &core.transport.registry)?;
         let id = spec.id;
         match core.outbound.submit(spec, keys, limit)? {
             // A read goes into a slot of this side; a slot that is admitted needs no question.

@@ -14,7 +14,7 @@ use kvxfer_core::{Error, ErrorKind, Result};
 use kvxfer_rdma::{Pairing, RdmaConfig, RdmaTransport};
 use kvxfer_tcp::{TcpConfig, TcpTransport};
 
-use crate::config::Config;
+use crate::config::{Config, split_pair};
 
 /// An endpoint's transports, in order of preference.
 pub(crate) struct Transports {
@@ -156,8 +156,7 @@ fn rdma_config(config: &Config) -> RdmaConfig {
         rails_max: settings.rails_max,
         rail_pairs: rail_pairs(&settings.rail_pairs),
         gid_index: settings.gid_index,
-        // The default partition is what a port has first.
-        partition_key: (settings.pkey != 0xffff).then_some(settings.pkey),
+        partition_key: settings.partition_key,
         service_level: settings.service_level,
         traffic_class: settings.traffic_class,
         hop_limit: settings.hop_limit,
@@ -166,7 +165,7 @@ fn rdma_config(config: &Config) -> RdmaConfig {
         retry_count: settings.retry_count,
         rnr_retry: settings.rnr_retry,
         queue_depth: settings.queue_depth,
-        receive_depth: settings.receive_depth.into(),
+        receive_depth: settings.receive_depth,
         window_bytes_min: settings.window_bytes_min,
         window_bytes_max: settings.window_bytes_max,
         progress: Duration::from_millis(settings.progress_ms),
@@ -176,7 +175,7 @@ fn rdma_config(config: &Config) -> RdmaConfig {
         backoff_max: Duration::from_millis(config.deadlines.backoff_max_ms),
         links_max: config.limits.peers_max as usize,
         registration_threads: settings.registration_threads.into(),
-        registration_bytes_max: Some(settings.registration_bytes_max),
+        registration_bytes_max: settings.registration_bytes_max,
         // As with tcp: spinning takes a core that must be to spare.
         spin: match cores > 3 {
             true => Duration::from_micros(settings.spin_us.into()),
@@ -195,7 +194,7 @@ fn rail_pairs(settings: &[String]) -> Pairing {
         pairs => Pairing::Explicit(
             pairs
                 .iter()
-                .filter_map(|pair| pair.split_once(':'))
+                .filter_map(|pair| split_pair(pair))
                 .map(|(own, their)| (own.to_owned(), their.to_owned()))
                 .collect(),
         ),

@@ -2,6 +2,7 @@
 //! destroyed. A read that the device makes of its own, of each region that could have been written, cannot overtake them.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvxfer_core::{Error, Result, Time};
@@ -10,7 +11,7 @@ use crate::clock;
 use crate::device::Device;
 use crate::error::RdmaError;
 use crate::random;
-use crate::registry::Registry;
+use crate::registry::{RegionKeys, Registry};
 use crate::verbs::{
     CompletionBuffer, CompletionChannel, CompletionQueue, InitState, Operation, PathAddress, QueuePair,
     QueuePairCapacity, ReceiveState, Request, SendBatch, SendState, Sge,
@@ -43,6 +44,8 @@ struct Running {
     askers: Vec<Asker>,
     /// Regions still to be read.
     points: Vec<(u64, u32)>,
+    /// So that the keys being read stay valid, whatever pool is given up meanwhile.
+    _registrations: Vec<Arc<RegionKeys>>,
     outstanding: u32,
     failed: bool,
     limit: Time,
@@ -129,15 +132,17 @@ impl Flusher {
         }
         if self.running.is_none() && !self.waiting.is_empty() {
             self.repair(device, channel);
-            let mut points: Vec<(u64, u32)> = registry
-                .flush_targets(device.index)
-                .into_iter()
+            let registrations = registry.written_by_peers();
+            let mut points: Vec<(u64, u32)> = registrations
+                .iter()
+                .flat_map(|keys| keys.flush_targets(device.index))
                 .map(|target| (target.address, target.rkey))
                 .collect();
             points.push(device.flush_page());
             let mut running = Running {
                 askers: self.waiting.drain(..).collect(),
                 points,
+                _registrations: registrations,
                 outstanding: 0,
                 failed: false,
                 limit: now + self.limit,
@@ -207,9 +212,10 @@ impl Loop {
         let port = device.first_port()?;
         let way = device.gid_for(&port, &[])?;
         let sequences = (random::bits24(), random::bits24());
-        for (this, other, own_sequence, other_sequence) in
-            [(&near, &far, sequences.0, sequences.1), (&far, &near, sequences.1, sequences.0)]
-        {
+        for (this, other, own_sequence, other_sequence) in [
+            (&near, &far, sequences.0, sequences.1),
+            (&far, &near, sequences.1, sequences.0),
+        ] {
             this.to_init(&InitState {
                 port: port.number,
                 pkey_index: 0,
@@ -266,7 +272,14 @@ impl Loop {
                 signalled: true,
                 fence: false,
             };
-            batch.push(request, &[Sge { address, length: 1, lkey }]);
+            batch.push(
+                request,
+                &[Sge {
+                    address,
+                    length: 1,
+                    lkey,
+                }],
+            );
         }
         running.outstanding = count as u32;
         self.near.post_send(&mut batch).map_err(|error| {

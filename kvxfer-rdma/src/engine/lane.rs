@@ -14,8 +14,8 @@ use crate::link::{Flushing, LinkCore, Mail, RailPlace};
 use crate::message::{Closing, LinkMessage, RailHello};
 use crate::verbs::{CompletionBuffer, CompletionQueue, Mtu, QueuePair};
 
-use super::work::{Current, Marker, OpenClose};
 use super::Turn;
+use super::work::{Current, Marker, OpenClose};
 
 /// Earlier epochs whose closes may still be told, at most: each goes when the peer asks for its fence.
 const PAST_MAX: usize = 16;
@@ -218,7 +218,12 @@ impl Lane {
                 Ok(count) => {
                     any = true;
                     for completion in buffer.iter() {
-                        pair.take(&completion, now, || self.link.lane_place(LaneName { index: self.rail, epoch: self.epoch }));
+                        pair.take(&completion, now, || {
+                            self.link.lane_place(LaneName {
+                                index: self.rail,
+                                epoch: self.epoch,
+                            })
+                        });
                     }
                     if (count as usize) < buffer.capacity() {
                         break;

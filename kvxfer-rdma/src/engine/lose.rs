@@ -53,7 +53,10 @@ impl Lane {
             let drained = self.pair.as_ref().is_none_or(Pair::drained);
             if drained || *limit <= turn.now {
                 if !drained {
-                    tracing::warn!(rail = self.text(), "the queue pair did not drain in time: it is destroyed as it is");
+                    tracing::warn!(
+                        rail = self.text(),
+                        "the queue pair did not drain in time: it is destroyed as it is"
+                    );
                 }
                 let error = error.clone();
                 self.destroy_pair(turn, error);
@@ -120,7 +123,10 @@ impl Lane {
             sender.completed(name, *transfer, header.name(), ChunkState::Refused, turn.now);
         }
         let chunks = sender.lane_lost(name);
-        for (_, _, header) in refused.iter().filter(|(_, direction, _)| *direction == Direction::Write) {
+        for (_, _, header) in refused
+            .iter()
+            .filter(|(_, direction, _)| *direction == Direction::Write)
+        {
             sender.slot_refused(header.slot, header.generation);
         }
         drop(sender);
@@ -153,7 +159,10 @@ impl Lane {
                 self.answer_fence(lane, chunks);
             }
         } else {
-            tracing::error!(rail = self.text(), "the device could not be flushed: what it may still write is quarantined");
+            tracing::error!(
+                rail = self.text(),
+                "the device could not be flushed: what it may still write is quarantined"
+            );
         }
         self.after_loss(turn);
     }
@@ -202,7 +211,11 @@ impl Pair {
     /// Everything on it that has not completed.
     fn chunks_left(&mut self) -> Vec<SentChunk> {
         let mut left = Vec::new();
-        let markers = self.markers.drain(..).chain(self.flushed.drain(..)).chain(self.completed.drain(..));
+        let markers = self
+            .markers
+            .drain(..)
+            .chain(self.flushed.drain(..))
+            .chain(self.completed.drain(..));
         for marker in markers {
             match marker.stands_for {
                 StandsFor::Close { chunks, .. } => left.extend(chunks),

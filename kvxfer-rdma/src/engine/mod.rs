@@ -251,7 +251,8 @@ impl Engine {
                 }
             }
         }
-        self.flusher.advance(&self.shared.device, &self.channel, &self.transport.registry, now);
+        self.flusher
+            .advance(&self.shared.device, &self.channel, &self.transport.registry, now);
         for asker in self.flusher.answered() {
             match self.lanes.get_mut(&asker) {
                 Some(lane) => lane.kicked = true,

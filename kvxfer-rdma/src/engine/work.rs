@@ -120,7 +120,9 @@ impl Side {
         if length == 0 {
             return None;
         }
-        let got = self.stream.segments(self.read, length, SEGMENTS_MAX, &mut self.segments);
+        let got = self
+            .stream
+            .segments(self.read, length, SEGMENTS_MAX, &mut self.segments);
         self.read += got;
         (got > 0).then_some(())
     }

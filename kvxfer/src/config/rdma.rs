@@ -12,14 +12,15 @@ pub struct Rdma {
     pub library: String,
     /// Ports used towards one peer; those nearest to the memory first.
     pub rails_max: u16,
-    /// How ports are paired with a peer's: `auto`, `index`, `subnet`, or pairs of device names, ours first
-    /// (`rxe0:rxe1`).
+    /// How ports are paired with a peer's: `auto`, `index`, `subnet`, or pairs of names, ours first (`rxe0=rxe1`,
+    /// `mlx5_0:1=mlx5_2:1`).
     pub rail_pairs: Vec<String>,
     /// Index in a port's GID table; `None` (`auto`) chooses by rank.
     #[serde(with = "auto")]
     pub gid_index: Option<u32>,
-    /// Partition key; the port must have it.
-    pub pkey: u16,
+    /// Partition key, which the port must have; `None` (`auto`): the port's first.
+    #[serde(with = "auto")]
+    pub partition_key: Option<u16>,
     /// Service level.
     pub service_level: u8,
     /// Traffic class of the global route header.
@@ -38,7 +39,7 @@ pub struct Rdma {
     /// Work requests that one queue pair holds.
     pub queue_depth: u32,
     /// Receives posted per queue pair, which is how many batches may end before the receiver looks.
-    pub receive_depth: u8,
+    pub receive_depth: u32,
     /// Least bytes in flight per rail.
     pub window_bytes_min: u64,
     /// Most bytes in flight per rail.
@@ -49,10 +50,10 @@ pub struct Rdma {
     pub revoke_ms: u64,
     /// Registrations of memory at once.
     pub registration_threads: u16,
-    /// Most bytes of one registration; larger regions are registered in several.
-    pub registration_bytes_max: u64,
-    /// Time a device's thread looks for more work before it sleeps, in microseconds. Only where there are cores to
-    /// spare.
+    /// Most bytes of one registration; larger regions are registered in several. `None` (`auto`): what the device can.
+    #[serde(with = "auto")]
+    pub registration_bytes_max: Option<u64>,
+    /// Time a device's thread looks for more work before it sleeps, in microseconds.
     pub spin_us: u32,
 }
 
@@ -63,7 +64,7 @@ impl Default for Rdma {
             rails_max: 8,
             rail_pairs: vec!["auto".into()],
             gid_index: None,
-            pkey: 0xffff,
+            partition_key: None,
             service_level: 0,
             traffic_class: 0,
             hop_limit: 64,
@@ -71,15 +72,15 @@ impl Default for Rdma {
             timeout: 14,
             retry_count: 7,
             rnr_retry: 6,
-            queue_depth: 512,
+            queue_depth: 1024,
             receive_depth: 64,
-            window_bytes_min: 2 << 20,
+            window_bytes_min: 4 << 20,
             window_bytes_max: 64 << 20,
             progress_ms: 1_000,
             revoke_ms: 400,
             registration_threads: 4,
-            registration_bytes_max: 16 << 30,
-            spin_us: 20,
+            registration_bytes_max: None,
+            spin_us: 0,
         }
     }
 }
@@ -103,23 +104,23 @@ impl Rdma {
                 format!("rdma.rail_pairs = {:?}", self.rail_pairs),
             )
             .because(why)
-            .remedy("give \"auto\", \"index\", \"subnet\", or pairs of devices such as [\"rxe0:rxe1\", \"rxe2:rxe3\"], ours first"))
+            .remedy("give \"auto\", \"index\", \"subnet\", or pairs such as [\"rxe0=rxe1\", \"mlx5_0:1=mlx5_2:1\"], ours first"))
         };
         match self.rail_pairs.as_slice() {
             [] => refused("the list is empty".into()),
             [word] if matches!(word.as_str(), "auto" | "index" | "subnet") => Ok(()),
             pairs => match pairs.iter().find(|pair| split_pair(pair).is_none()) {
-                Some(bad) => refused(format!("{bad:?} is not two device names with a colon between them")),
+                Some(bad) => refused(format!("{bad:?} is not two names with an equals sign between them")),
                 None => Ok(()),
             },
         }
     }
 }
 
-/// Our device and the peer's of a pair such as `rxe0:rxe1`.
+/// Our device or port and the peer's of a pair such as `rxe0=rxe1`.
 pub(crate) fn split_pair(pair: &str) -> Option<(&str, &str)> {
-    let (ours, theirs) = pair.split_once(':')?;
-    let is_name = |name: &str| !name.is_empty() && !name.contains([':', ' ']);
+    let (ours, theirs) = pair.split_once('=')?;
+    let is_name = |name: &str| !name.is_empty() && !name.contains(['=', ' ']);
     (is_name(ours) && is_name(theirs)).then_some((ours, theirs))
 }
 
@@ -129,8 +130,8 @@ mod auto {
 
     #[derive(Serialize, Deserialize)]
     #[serde(untagged)]
-    enum Value {
-        Number(u32),
+    enum Value<N> {
+        Number(N),
         Word(Word),
     }
 
@@ -140,7 +141,11 @@ mod auto {
         Auto,
     }
 
-    pub(super) fn serialize<S: Serializer>(value: &Option<u32>, serializer: S) -> Result<S::Ok, S::Error> {
+    pub(super) fn serialize<N, S>(value: &Option<N>, serializer: S) -> Result<S::Ok, S::Error>
+    where
+        N: Copy + Serialize,
+        S: Serializer,
+    {
         match value {
             Some(number) => Value::Number(*number),
             None => Value::Word(Word::Auto),
@@ -148,7 +153,11 @@ mod auto {
         .serialize(serializer)
     }
 
-    pub(super) fn deserialize<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Option<u32>, D::Error> {
+    pub(super) fn deserialize<'de, N, D>(deserializer: D) -> Result<Option<N>, D::Error>
+    where
+        N: Deserialize<'de>,
+        D: Deserializer<'de>,
+    {
         Ok(match Value::deserialize(deserializer)? {
             Value::Number(number) => Some(number),
             Value::Word(Word::Auto) => None,

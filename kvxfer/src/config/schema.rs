@@ -100,7 +100,7 @@ pub(crate) const KEYS: &[Key] = &[
     Key {
         path: "devices",
         kind: Kind::Names { max: 64, known: &[] },
-        meaning: "Devices that transports with devices may use. Empty: all. The tcp transport has none.",
+        meaning: "Devices (`mlx5_0`) or ports (`mlx5_0:1`) that transports with devices may use. Empty: all. The tcp transport has none.",
     },
     integer("tcp.lanes", 1, 64, "Connections per peer that carry KV bytes."),
     integer(
@@ -147,13 +147,13 @@ pub(crate) const KEYS: &[Key] = &[
     integer(
         "rdma.rails_max",
         1,
-        64,
+        16,
         "Ports used towards one peer; those nearest to the memory first.",
     ),
     Key {
         path: "rdma.rail_pairs",
         kind: Kind::Names { max: 64, known: &[] },
-        meaning: "How ports are paired with a peer's: `auto`, `index`, `subnet`, or pairs of device names, ours first (`rxe0:rxe1`). A pair is probed before it is used.",
+        meaning: "How ports are paired with a peer's: `auto`, `index`, `subnet`, or pairs of names, ours first (`rxe0=rxe1`, `mlx5_0:1=mlx5_2:1`). A pair is probed before it is used.",
     },
     Key {
         path: "rdma.gid_index",
@@ -164,12 +164,15 @@ pub(crate) const KEYS: &[Key] = &[
         },
         meaning: "Index in a port's GID table. `auto`: RoCE v2 with an address that reaches the peer before all others, link-local last.",
     },
-    integer(
-        "rdma.pkey",
-        1,
-        65_535,
-        "Partition key (65535: the default partition). The port must have it; the membership bit is not compared.",
-    ),
+    Key {
+        path: "rdma.partition_key",
+        kind: Kind::AutoOr {
+            min: 1,
+            max: 65_535,
+            steps: Steps::All,
+        },
+        meaning: "Partition key, which the port must have. `auto`: the port's first.",
+    },
     integer("rdma.service_level", 0, 15, "Service level."),
     integer(
         "rdma.traffic_class",
@@ -208,12 +211,12 @@ pub(crate) const KEYS: &[Key] = &[
     integer(
         "rdma.queue_depth",
         16,
-        32_768,
+        16_384,
         "Work requests that one queue pair holds; cut to what the device can.",
     ),
     integer(
         "rdma.receive_depth",
-        1,
+        2,
         127,
         "Receives posted per queue pair: batches that may end before the receiver looks.",
     ),
@@ -242,17 +245,20 @@ pub(crate) const KEYS: &[Key] = &[
         "Time a sender has to confirm that it stopped; then the receiver fences its queue pairs. At most `deadlines.liveness_ms`.",
     ),
     integer("rdma.registration_threads", 1, 64, "Registrations of memory at once."),
-    integer(
-        "rdma.registration_bytes_max",
-        1 << 16,
-        1 << 40,
-        "Most bytes of one registration; larger regions are registered in several, also above the device's own limit.",
-    ),
+    Key {
+        path: "rdma.registration_bytes_max",
+        kind: Kind::AutoOr {
+            min: 4096,
+            max: 1 << 40,
+            steps: Steps::All,
+        },
+        meaning: "Most bytes of one registration; larger regions are registered in several. `auto`: what the device can.",
+    },
     integer(
         "rdma.spin_us",
         0,
         10_000,
-        "Microseconds a device's thread looks for more work before it sleeps; only where there are cores to spare.",
+        "Microseconds a device's thread looks for more work before it sleeps.",
     ),
     integer("limits.peers_max", 1, 65_536, "Peers with a session."),
     integer(

@@ -108,20 +108,20 @@ fn values_out_of_range_name_key_value_and_source() {
 
 #[test]
 fn numbers_may_be_left_to_the_transport() {
-    let config = Config::from_toml_str("[rdma]\ngid_index = 3\nmtu = \"auto\"\npkey = 0x8001").unwrap();
+    let config = Config::from_toml_str("[rdma]\ngid_index = 3\nmtu = \"auto\"\npartition_key = 0x8001").unwrap();
     assert_eq!(
-        (config.rdma.gid_index, config.rdma.mtu, config.rdma.pkey),
-        (Some(3), None, 0x8001)
+        (config.rdma.gid_index, config.rdma.mtu, config.rdma.partition_key),
+        (Some(3), None, Some(0x8001))
     );
     let variables = [
         ("KVXFER_RDMA_GID_INDEX", "auto"),
         ("KVXFER_RDMA_MTU", "1024"),
-        ("KVXFER_RDMA_PKEY", "0x8002"),
+        ("KVXFER_RDMA_PARTITION_KEY", "0x8002"),
     ];
     let config = Config::from_layers("[rdma]\ngid_index = 3", variables).unwrap();
     assert_eq!(
-        (config.rdma.gid_index, config.rdma.mtu, config.rdma.pkey),
-        (None, Some(1024), 0x8002)
+        (config.rdma.gid_index, config.rdma.mtu, config.rdma.partition_key),
+        (None, Some(1024), Some(0x8002))
     );
     refused(
         Config::from_toml_str("[rdma]\nmtu = 1500"),
@@ -143,19 +143,33 @@ fn settings_that_would_hang_or_overflow_are_refused() {
         Config::from_toml_str("[rdma]\nrnr_retry = 7"),
         &["rdma.rnr_retry = 7", "0 to 6"],
     );
-    refused(Config::from_toml_str("[rdma]\nreceive_depth = 128"), &["1 to 127"]);
+    refused(Config::from_toml_str("[rdma]\nreceive_depth = 128"), &["2 to 127"]);
     refused(Config::from_toml_str("[rdma]\ntimeout = 0"), &["1 to 31"]);
 }
 
 #[test]
 fn rail_pairs_are_words_or_pairs() {
-    for good in ["auto", "index", "subnet", "rxe0:rxe1", "mlx5_0:mlx5_2, mlx5_1:mlx5_3"] {
+    for good in [
+        "auto",
+        "index",
+        "subnet",
+        "rxe0=rxe1",
+        "mlx5_0:1=mlx5_2:1, mlx5_1=mlx5_3",
+    ] {
         Config::from_layers("", [("KVXFER_RDMA_RAIL_PAIRS", good)]).unwrap();
     }
-    for bad in ["index,subnet", "rxe0", "rxe0:", "a:b:c", "auto,rxe0:rxe1", ","] {
+    for bad in [
+        "index,subnet",
+        "rxe0",
+        "rxe0=",
+        "a=b=c",
+        "auto,rxe0=rxe1",
+        "rxe0:rxe1",
+        ",",
+    ] {
         refused(
             Config::from_layers("", [("KVXFER_RDMA_RAIL_PAIRS", bad)]),
-            &["rdma.rail_pairs", "rxe0:rxe1"],
+            &["rdma.rail_pairs", "rxe0=rxe1"],
         );
     }
 }

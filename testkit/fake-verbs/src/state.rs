@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvxfer_rdma::sys::{self, ibv_async_event, ibv_async_event__bindgen_ty_1, ibv_wc, ibv_wc__bindgen_ty_1};
 
-use crate::completion::{Completion, Pushed};
+use crate::completion::{Completion, Pushed, Visible};
 use crate::config::{Settings, WrongCompletion, link_layer};
 use crate::counters::add;
 use crate::device::Device;
@@ -16,6 +16,7 @@ use crate::network::{Directory, LOCAL_BITS, Link, Response};
 use crate::objects::{FakeCq, FakeQp};
 use crate::packet::{Address, Header, lid_address};
 use crate::queue_pair::QueuePair;
+use crate::seen::Seen;
 
 /// The lower bits of queue pair numbers.
 pub(crate) const LOCAL_MASK: u32 = (1 << LOCAL_BITS) - 1;
@@ -57,6 +58,8 @@ pub(crate) struct State {
     /// Arrived, but still in the network as far as anyone can tell.
     pub(crate) network: VecDeque<(Instant, Packet)>,
     pub(crate) late: VecDeque<Late>,
+    /// When the next delayed completion is to be seen.
+    pub(crate) release_at: Option<Instant>,
     /// Queue pairs (lower bits) that owe acknowledgements.
     pub(crate) owing: Vec<u32>,
     /// When the port has sent everything so far, at the configured bandwidth.
@@ -67,6 +70,8 @@ pub(crate) struct State {
     pub(crate) wrong: Option<WrongCompletion>,
     /// After a fatal error: no traffic, verbs fail.
     pub(crate) dead: bool,
+    /// Where others can see which configuration this context goes by.
+    pub(crate) seen: Seen,
     /// The device thread is waiting, or about to.
     pub(crate) sleeping: bool,
     pub(crate) stop: bool,
@@ -89,6 +94,17 @@ pub(crate) struct Report {
 const GARBAGE: u32 = 0x5a5a_0000;
 
 impl State {
+    /// Frees what a closed device holds; the rest of it stays, for what may still point to it.
+    pub(crate) fn let_go(&mut self) {
+        self.queue_pairs = Vec::new();
+        self.links.clear();
+        self.loopback.clear();
+        self.network.clear();
+        self.late.clear();
+        self.directory.close();
+        self.seen.close();
+    }
+
     /// A number from 0 to `below`, not included.
     pub(crate) fn random(&mut self, below: u64) -> u64 {
         // xorshift64: enough to shuffle.
@@ -154,11 +170,36 @@ impl State {
             sends: report.sends,
             receives: report.receives,
         };
-        if queue.push(completion, self.settings.withhold) == Pushed::Overrun {
+        let visible = self.visible();
+        if queue.push(completion, visible) == Pushed::Overrun {
             add(&self.device.counters.cq_overruns, 1);
             let element = ibv_async_event__bindgen_ty_1 { cq: queue.pointer() };
             self.raise(sys::IBV_EVENT_CQ_ERR, element, queue.pointer().addr());
-            self.to_error(qp);
+            self.move_to_error(qp);
+        }
+    }
+
+    /// When a completion of now can be seen.
+    fn visible(&mut self) -> Visible {
+        if self.settings.withhold {
+            Visible::Withheld
+        } else if self.settings.completion_delay.is_zero() {
+            Visible::Now
+        } else {
+            let due = Instant::now() + self.settings.completion_delay;
+            self.release_at = Some(self.release_at.map_or(due, |release| release.min(due)));
+            Visible::At(due)
+        }
+    }
+
+    /// Lets delayed completions go whose time has come.
+    pub(crate) fn release_completions(&mut self, now: Instant) {
+        if self.release_at.is_some_and(|due| due <= now) {
+            self.release_at = self
+                .completion_queues
+                .iter()
+                .filter_map(|queue| queue.release_due(now))
+                .min();
         }
     }
 
@@ -184,7 +225,7 @@ impl State {
     }
 
     /// Moves a queue pair to ERR. The device thread flushes its requests afterwards.
-    pub(crate) fn to_error(&mut self, qp: &mut QueuePair) {
+    pub(crate) fn move_to_error(&mut self, qp: &mut QueuePair) {
         if qp.state != sys::IBV_QPS_ERR {
             add(&self.device.counters.qps_to_error, 1);
             qp.state = sys::IBV_QPS_ERR;

@@ -1,8 +1,10 @@
 //! What goes wrong on a connection, and how it is told.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load, peek};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, keys, load, peek};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 
@@ -38,13 +40,11 @@ impl Set {
     }
 
     fn lkey(&self) -> u32 {
-        // SAFETY: a live region.
-        unsafe { (*self.from).lkey }
+        keys(self.from).0
     }
 
     fn rkey(&self) -> u32 {
-        // SAFETY: a live region.
-        unsafe { (*self.to).rkey }
+        keys(self.to).1
     }
 
     /// A write of `length` bytes to the start of the target.
@@ -72,12 +72,10 @@ fn a_wrong_remote_key_bound_or_right_is_an_access_error_and_flushes_the_rest() {
     good.remote += 99_500;
     let beyond = good.clone();
     let mut with_local_key = set.write(2, 1000);
-    // SAFETY: a live region.
-    with_local_key.key = unsafe { (*set.to).lkey };
-    // SAFETY: a live region.
+    with_local_key.key = keys(set.to).0;
     let right = Request {
         remote: unwritable.as_ptr() as u64,
-        key: unsafe { (*read_only).rkey },
+        key: keys(read_only).1,
         ..set.write(2, 100)
     };
     let before = Request {
@@ -118,16 +116,13 @@ fn a_key_is_stale_after_deregistering_and_of_no_use_in_another_domain() {
     let set = Set::new(&[]);
     let mut old = vec![0u8; 4096];
     let mr = set.b.register(&mut old, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let stale = unsafe { (*mr).rkey };
+    let stale = keys(mr).1;
     set.b.deregister(mr);
     let mr = set.b.register(&mut old, ALL_RIGHTS);
-    // SAFETY: a live region.
-    assert_ne!(unsafe { (*mr).rkey }, stale);
+    assert_ne!(keys(mr).1, stale);
     let elsewhere = Device::open(&load(&set.fabric), "fake1");
     let foreign = elsewhere.register(&mut old, ALL_RIGHTS);
-    // SAFETY: a live region.
-    for key in [stale, unsafe { (*foreign).rkey } ^ 0x0100] {
+    for key in [stale, keys(foreign).1 ^ 0x0100] {
         let (left, _right) = Pair::connected(&set.a, &set.b, Options::default());
         left.post(&[Request {
             key,
@@ -243,7 +238,7 @@ fn reset_loses_completions_and_a_reused_number_takes_old_packets() {
     let (left, _right) = Pair::connected(&set.a, &set.b, options);
     left.post(&[set.write(1, 1000)]);
     eventually("written", || set.fabric.counter("fake1", "bytes_written") == 2000);
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    std::thread::sleep(std::time::Duration::from_millis(300));
     assert_eq!(left.to(sys::IBV_QPS_RESET), 0);
     assert_eq!(set.fabric.counter("fake0", "completions_lost"), 1);
     assert!(set.a.poll().is_empty());
@@ -291,6 +286,29 @@ fn completions_can_be_wrong_before_or_after_the_bytes_have_moved() {
 }
 
 #[test]
+fn ends_with_different_path_mtus_understand_only_short_messages() {
+    let set = Set::new(&[]);
+    let (left, right) = (
+        Pair::new(&set.a, Options::default()),
+        Pair::new(&set.b, Options::default()),
+    );
+    left.connect(right.number(), set.b.gid(1));
+    assert_eq!(right.init(), 0);
+    let small = Options {
+        mtu: sys::IBV_MTU_256,
+        ..Options::default()
+    };
+    let right = Pair {
+        options: small,
+        ..right
+    };
+    assert_eq!(right.ready_to_receive(left.number(), set.a.gid(1)), 0);
+    left.post(&[set.write(1, 256), set.write(2, 257)]);
+    let expected = [(1, sys::IBV_WC_SUCCESS), (2, sys::IBV_WC_REM_INV_REQ_ERR)];
+    assert_eq!(statuses(&set.a.wait(2)), expected);
+}
+
+#[test]
 fn more_reads_than_agreed_are_an_invalid_request() {
     let set = Set::new(&[("fake1", "bandwidth_bytes_per_s", "20000000")]);
     let greedy = Pair::new(
@@ -311,8 +329,7 @@ fn more_reads_than_agreed_are_an_invalid_request() {
     modest.connect(greedy.number(), set.a.gid(1));
     let mut back = vec![0u8; 100_000];
     let home = set.a.register(&mut back, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let key = unsafe { (*home).lkey };
+    let key = keys(home).0;
     let reads: Vec<_> = (0..4)
         .map(|id| Request::read(id, &mut back, key, set.target.as_ptr() as u64, set.rkey()))
         .collect();

@@ -1,10 +1,12 @@
 //! Bytes that were accepted and acknowledged, and are not in memory yet.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
 use std::time::Duration;
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load, peek};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, keys, load, peek};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 
@@ -18,8 +20,7 @@ fn late_write(fabric: &FakeFabric, target: &mut [u8]) -> (Device, Device, Pair, 
     let source = Box::leak(vec![3u8; SIZE].into_boxed_slice());
     let from = a.register(source, ALL_RIGHTS);
     let to = b.register(target, ALL_RIGHTS);
-    // SAFETY: live regions.
-    let (lkey, rkey) = unsafe { ((*from).lkey, (*to).rkey) };
+    let (lkey, rkey) = (keys(from).0, keys(to).1);
     left.post(&[Request::write(1, source, lkey, target.as_ptr() as u64, rkey)]);
     assert_eq!(a.wait(1)[0].status, sys::IBV_WC_SUCCESS);
     assert_eq!(peek(target, 0), 0, "acknowledged, not placed");
@@ -28,7 +29,7 @@ fn late_write(fabric: &FakeFabric, target: &mut [u8]) -> (Device, Device, Pair, 
 
 #[test]
 fn they_land_after_err_and_destroy_when_their_time_has_come() {
-    let fabric = FakeFabric::with(&[("fake1", "late_placement_us", "150000")]).unwrap();
+    let fabric = FakeFabric::with(&[("fake1", "late_placement_us", "500000")]).unwrap();
     let mut target = vec![0u8; SIZE];
     let (_a, b, left, right, _) = late_write(&fabric, &mut target);
     assert_eq!(right.to(sys::IBV_QPS_ERR), 0);
@@ -52,8 +53,7 @@ fn a_loopback_read_on_the_device_forces_them_in() {
     own.connect(own.number(), b.gid(1));
     let mut scrap = vec![0u8; 8];
     let home = b.register(&mut scrap, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let key = unsafe { (*home).lkey };
+    let key = keys(home).0;
     own.post(&[Request::read(9, &mut scrap, key, target.as_ptr() as u64, rkey)]);
     assert_eq!(b.wait(1)[0].status, sys::IBV_WC_SUCCESS);
     assert_eq!(target, vec![3; SIZE]);
@@ -73,8 +73,7 @@ fn with_flush_scope_region_a_read_of_another_region_is_not_enough() {
     own.connect(own.number(), b.gid(1));
     let mut scrap = vec![0u8; 8];
     let home = b.register(&mut scrap, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let (lkey, other_rkey) = unsafe { ((*home).lkey, (*home).rkey) };
+    let (lkey, other_rkey) = keys(home);
     let scrap_address = scrap.as_ptr() as u64;
     own.post(&[Request::read(9, &mut scrap, lkey, scrap_address, other_rkey)]);
     assert_eq!(b.wait(1)[0].status, sys::IBV_WC_SUCCESS);
@@ -97,21 +96,20 @@ fn the_receive_of_a_later_immediate_on_the_same_queue_pair_comes_after_them() {
 
 #[test]
 fn deregistering_places_them_first_so_that_nothing_is_written_afterwards() {
-    let fabric = FakeFabric::with(&[("fake1", "late_placement_us", "100000")]).unwrap();
+    let fabric = FakeFabric::with(&[("fake1", "late_placement_us", "500000")]).unwrap();
     let verbs = load(&fabric);
     let (a, b) = (Device::open(&verbs, "fake0"), Device::open(&verbs, "fake1"));
     let (left, _right) = Pair::connected(&a, &b, Options::default());
     let mut source = vec![3u8; 1000];
     let mut target = vec![0u8; 1000];
     let (from, to) = (a.register(&mut source, ALL_RIGHTS), b.register(&mut target, ALL_RIGHTS));
-    // SAFETY: live regions.
-    let (lkey, rkey) = unsafe { ((*from).lkey, (*to).rkey) };
+    let (lkey, rkey) = (keys(from).0, keys(to).1);
     left.post(&[Request::write(1, &source, lkey, target.as_ptr() as u64, rkey)]);
     a.wait(1);
     b.deregister(to);
     assert_eq!(target, vec![3; 1000]);
     target.fill(0);
-    std::thread::sleep(Duration::from_millis(200));
+    std::thread::sleep(Duration::from_millis(700));
     assert_eq!(target, vec![0; 1000]);
     assert_eq!(fabric.counter("fake1", "late_bytes_at_deregister"), 1000);
 }

@@ -1,11 +1,13 @@
 //! Devices, ports, limits, the state machine, events and misuse.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load, peek};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, keys, load, peek};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 
@@ -24,6 +26,20 @@ fn a_fabric_has_as_many_devices_as_it_says() {
         verbs.ibv_free_device_list(verbs.ibv_get_device_list(&raw mut count));
     }
     assert_eq!(count, 5);
+}
+
+#[test]
+fn a_device_sits_where_it_is_placed() {
+    let fabric = FakeFabric::new().unwrap();
+    fabric
+        .place("fake1", 1, "pci0000:16/0000:16:01.0/0000:17:00.0")
+        .unwrap();
+    let device = Device::open(&load(&fabric), "fake1");
+    // SAFETY: a live context, whose device has a path that ends with a zero.
+    let path = unsafe { std::ffi::CStr::from_ptr((*(*device.context).device).ibdev_path.as_ptr()) };
+    let path = std::path::Path::new(path.to_str().unwrap()).join("device");
+    assert_eq!(std::fs::read_to_string(path.join("numa_node")).unwrap(), "1\n");
+    assert!(path.canonicalize().unwrap().ends_with("0000:16:01.0/0000:17:00.0"));
 }
 
 #[test]
@@ -110,7 +126,7 @@ fn infiniband_is_addressed_by_lid() {
             | sys::IBV_QP_MIN_RNR_TIMER;
         let set = |attr: &mut sys::ibv_qp_attr| {
             attr.qp_state = sys::IBV_QPS_RTR;
-            attr.path_mtu = sys::IBV_MTU_4096;
+            attr.path_mtu = sys::IBV_MTU_1024;
             attr.dest_qp_num = peer;
             attr.rq_psn = Options::default().psn;
             attr.ah_attr.dlid = lid;
@@ -264,10 +280,8 @@ fn completion_channels_tell_once_for_each_arming() {
     assert_eq!(unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) }, 0);
     let (mut cq, mut own) = (std::ptr::null_mut(), std::ptr::null_mut());
     // SAFETY: as above.
-    assert_eq!(
-        unsafe { verbs.ibv_get_cq_event(a.channel, &raw mut cq, &raw mut own) },
-        -1
-    );
+    let answer = unsafe { verbs.ibv_get_cq_event(a.channel, &raw mut cq, &raw mut own) };
+    assert_eq!(answer, -1);
     assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EAGAIN));
     assert_eq!(right.post_receives(1, 3), 0);
     left.post(&[Request::immediate(1, 0)]);
@@ -308,6 +322,25 @@ fn withheld_completions_come_when_they_are_let_go() {
 }
 
 #[test]
+fn delayed_completions_come_later_and_in_order() {
+    let fabric = FakeFabric::with(&[("fake0", "completion_delay_us", "600000")]).unwrap();
+    let verbs = load(&fabric);
+    let (a, b) = (Device::open(&verbs, "fake0"), Device::open(&verbs, "fake1"));
+    let (left, right) = Pair::connected(&a, &b, Options::default());
+    assert_eq!(right.post_receives(1, 2), 0);
+    let start = std::time::Instant::now();
+    left.post(&[Request::immediate(1, 0)]);
+    b.wait(1);
+    // The acknowledgement is there by then, and the completion made.
+    std::thread::sleep(Duration::from_millis(200));
+    fabric.set_now("fake0", "completion_delay_us", "0").unwrap();
+    left.post(&[Request::immediate(2, 0)]);
+    let both: Vec<u64> = a.wait(2).iter().map(|wc| wc.wr_id).collect();
+    assert_eq!(both, [1, 2]);
+    assert!(start.elapsed() >= Duration::from_millis(600));
+}
+
+#[test]
 fn verbs_fail_as_often_as_they_are_told_to() {
     let fabric = FakeFabric::with(&[(
         "*",
@@ -331,7 +364,23 @@ fn verbs_fail_as_often_as_they_are_told_to() {
     for _ in 0..2 {
         assert_eq!(own.try_post(std::slice::from_ref(&write)), (libc::ENOMEM, 0));
     }
+    fabric.set_now("fake0", "fail", "post_send.one:EINVAL:1:2").unwrap();
+    assert_eq!(own.try_post(&vec![write.clone(); 4]), (libc::EINVAL, 2));
     own.post(&[write]);
+}
+
+#[test]
+fn a_library_can_lack_symbols() {
+    let fabric = FakeFabric::new().unwrap();
+    let path = fabric
+        .library_without(&["ibv_reg_dmabuf_mr", "_ibv_query_gid_ex"])
+        .unwrap();
+    // SAFETY: a library made to be loaded.
+    let verbs = unsafe { sys::Libibverbs::new(path) }.unwrap();
+    assert!(verbs.ibv_reg_dmabuf_mr.is_err() && verbs._ibv_query_gid_ex.is_err());
+    let device = Device::open(&std::sync::Arc::new(verbs), "fake1");
+    assert_eq!(device.gid(1)[15], 2);
+    assert!(fabric.library_without(&["ibv_dance"]).is_err());
 }
 
 #[test]
@@ -406,8 +455,7 @@ fn registering_has_limits_and_a_dmabuf_needs_the_key() {
     let mut source = vec![5u8; 1000];
     fabric.set_now("fake0", "memlock_bytes", "20000").unwrap();
     let from = a.register(&mut source, ALL_RIGHTS);
-    // SAFETY: live regions.
-    let (lkey, rkey) = unsafe { ((*from).lkey, (*mr).rkey) };
+    let (lkey, rkey) = (keys(from).0, keys(mr).1);
     left.post(&[Request::write(1, &source, lkey, 0x7000_0064 + 9000, rkey)]);
     assert_eq!(a.wait(1)[0].status, sys::IBV_WC_SUCCESS);
     let mut content = vec![0u8; 32_768];
@@ -436,8 +484,7 @@ fn instant_mode_completes_inside_post_and_copies_nothing() {
     let mut target = vec![0u8; 4096];
     let source = vec![1u8; 4096];
     let to = b.register(&mut target, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let rkey = unsafe { (*to).rkey };
+    let rkey = keys(to).1;
     let write = Request::write(1, &source, 0, target.as_ptr() as u64, rkey).unsignalled();
     left.post(&[write.clone(), write.clone(), Request::immediate(2, 3)]);
     assert_eq!(a.poll().len(), 1);
@@ -474,14 +521,14 @@ fn bandwidth_and_latency_are_kept() {
     let mut memory = vec![0u8; 5_000_000];
     let mut target = vec![0u8; 5_000_000];
     let (from, to) = (a.register(&mut memory, ALL_RIGHTS), b.register(&mut target, ALL_RIGHTS));
-    // SAFETY: live regions.
-    let (lkey, rkey) = unsafe { ((*from).lkey, (*to).rkey) };
+    let (lkey, rkey) = (keys(from).0, keys(to).1);
     let start = std::time::Instant::now();
     left.post(&[Request::write(1, &memory, lkey, target.as_ptr() as u64, rkey)]);
     a.wait(1);
     let took = start.elapsed();
+    println!("5 MB at 50 MB/s took {took:?}");
     assert!(
-        took >= Duration::from_millis(100) && took < Duration::from_millis(800),
+        took >= Duration::from_millis(100) && took < Duration::from_secs(2),
         "{took:?}"
     );
 }

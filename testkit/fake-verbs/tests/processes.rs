@@ -1,12 +1,14 @@
 //! Devices of several processes: the configuration, throughput, and processes that are killed or stopped.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
 use std::io::BufRead;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, keys, load};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 use kvxfer_testkit::process::{ChildProcess, role};
@@ -17,6 +19,14 @@ const SIZE: usize = 16 << 20;
 #[test]
 #[ignore = "started by the tests below"]
 fn child_main() {
+    if role().as_deref() == Some("counter") {
+        // SAFETY: a library made to be loaded.
+        let verbs = unsafe { sys::Libibverbs::new(std::env::var("LIBRARY").unwrap()) }.unwrap();
+        let mut count = -1;
+        // SAFETY: as the verb's.
+        unsafe { verbs.ibv_free_device_list(verbs.ibv_get_device_list(&raw mut count)) };
+        println!("devices {count}");
+    }
     if role().as_deref() != Some("receiver") {
         return;
     }
@@ -26,10 +36,7 @@ fn child_main() {
     let mut memory = vec![0u8; SIZE];
     let mr = device.register(&mut memory, ALL_RIGHTS);
     let pair = Pair::new(&device, Options::default());
-    // SAFETY: a live region.
-    println!("here {} {} {}", pair.number(), memory.as_ptr() as u64, unsafe {
-        (*mr).rkey
-    });
+    println!("here {} {} {}", pair.number(), memory.as_ptr() as u64, keys(mr).1);
     for line in std::io::stdin().lock().lines() {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
@@ -83,8 +90,7 @@ impl Run {
         pair.connect(words[0] as u32, gid);
         child.say(&format!("connect {}", pair.number())).unwrap();
         child.expect_line("connected", Duration::from_secs(20)).unwrap();
-        // SAFETY: a live region.
-        let lkey = unsafe { (*mr).lkey };
+        let lkey = keys(mr).0;
         Run {
             fabric,
             child,
@@ -113,16 +119,17 @@ fn a_write_reaches_another_process_fast_enough() {
         format!("got 0 {SIZE}")
     );
     run.device.wait(1);
-    let start = Instant::now();
-    let mut bytes = 0u64;
-    while start.elapsed() < Duration::from_millis(500) {
-        let batch: Vec<Request> = (0..32).map(|id| run.write(id, 1 << 20)).collect();
+    let mut best = 0.0f64;
+    for _ in 0..10 {
+        let start = Instant::now();
+        let batch: Vec<Request> = (0..64).map(|id| run.write(id, 1 << 20)).collect();
         run.pair.post(&batch);
-        run.device.wait(32);
-        bytes += 32 << 20;
+        run.device.wait(64);
+        best = best.max(f64::from(64 << 20) / start.elapsed().as_secs_f64() / 1e6);
     }
-    let rate = bytes as f64 / start.elapsed().as_secs_f64() / 1e6;
-    println!("1 MiB writes between two processes: {rate:.0} MB/s");
+    println!("1 MiB writes between two processes: {best:.0} MB/s");
+    // A tenth of what a machine with nothing else to do reaches.
+    assert!(best > 200.0, "{best:.0} MB/s");
     let start = Instant::now();
     let mut count = 0;
     while start.elapsed() < Duration::from_millis(300) {
@@ -143,14 +150,34 @@ fn a_write_reaches_another_process_fast_enough() {
 }
 
 #[test]
+fn a_library_that_lies_elsewhere_finds_its_fabric_in_the_environment() {
+    let fabric = FakeFabric::with(&[("*", "devices", "3")]).unwrap();
+    let elsewhere = fabric.directory().join("elsewhere");
+    std::fs::create_dir(&elsewhere).unwrap();
+    let library = elsewhere.join("libibverbs.so.1");
+    std::fs::copy(fabric.library_path(), &library).unwrap();
+    let library = library.to_str().unwrap();
+    let directory = fabric.directory().to_str().unwrap();
+    for (fabric, expected) in [(directory, "devices 3"), ("", "devices 0")] {
+        let variables = [("LIBRARY", library), ("KVXFER_FAKE_VERBS", fabric)];
+        let mut child = ChildProcess::test("child_main", "counter", &variables).unwrap();
+        assert_eq!(child.expect_line("devices", Duration::from_secs(20)).unwrap(), expected);
+    }
+}
+
+#[test]
 fn the_configuration_reaches_all_processes() {
     let mut run = Run::new(Options::default());
-    run.fabric.set("*", "port_state", "down").unwrap();
+    run.fabric.set_everywhere("*", "port_state", "down").unwrap();
     assert_eq!(run.device.event(), Some(sys::IBV_EVENT_PORT_ERR));
-    eventually("the other process knows", || {
-        run.child.say("port").unwrap();
-        run.child.expect_line("port", Duration::from_secs(5)).unwrap() == format!("port {}", sys::IBV_PORT_DOWN)
-    });
+    run.child.say("port").unwrap();
+    let line = run.child.expect_line("port", Duration::from_secs(5)).unwrap();
+    assert_eq!(line, format!("port {}", sys::IBV_PORT_DOWN));
+    run.child.stop().unwrap();
+    let late = run.fabric.set_everywhere("*", "port_state", "active").unwrap_err();
+    assert_eq!(late.kind(), std::io::ErrorKind::TimedOut);
+    run.child.kill();
+    run.fabric.set_everywhere("*", "port_state", "down").unwrap();
 }
 
 #[test]
@@ -195,5 +222,6 @@ fn an_idle_device_costs_nothing() {
     std::thread::sleep(Duration::from_millis(50));
     let before = fabric.counter("fake0", "wakeups");
     std::thread::sleep(Duration::from_millis(500));
-    assert!(fabric.counter("fake0", "wakeups") - before <= 2);
+    // Once; or 50 times a second where the system has no watches left to tell of a changed configuration.
+    assert!(fabric.counter("fake0", "wakeups") - before <= 30);
 }

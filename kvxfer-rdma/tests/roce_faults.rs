@@ -84,7 +84,14 @@ fn take_back_and_reuse(site: &Site, pair: &Pair) {
         let (posted, written) = (pair.left.counter("rail_requests_total"), pair.left.written());
         let slot = pair.right.grant(stream.clone(), &target, None);
         let sent = pair.push(&memory, source.clone(), slot, &target, stream.clone());
-        until("posted", || pair.left.counter("rail_requests_total") > posted);
+        assert!(
+            soon(PATIENCE, || pair.left.counter("rail_requests_total") > posted),
+            "round {round}: nothing posted: {:?}, {:?}, {:?}, {:?}",
+            pair.left_log.tail(),
+            pair.right_log.tail(),
+            pair.left_link.path(),
+            pair.right.slots.progress(slot.0, slot.1)
+        );
         // In turn: only the receiver gives up; the sender does, and then the receiver.
         if round % 2 == 1 {
             sent.gate.close();

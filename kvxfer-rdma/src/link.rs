@@ -385,6 +385,7 @@ impl LinkCore {
                 fences.unfinished.insert(lane);
                 return;
             }
+            fences.unfinished.remove(&lane);
             fences.waiting.retain_mut(|(lanes, slots)| {
                 lanes.remove(&lane);
                 if lanes.is_empty() {

@@ -199,7 +199,7 @@ fn fence_a_silent_writer(site: &Site, pair: &Pair, delay: Duration) {
 #[test]
 fn a_port_that_goes_down_and_comes_back() {
     let site = Site::open();
-    let pair = site.pair();
+    let pair = site.pair_with(slow_to_give_up);
     let count = site.choose(64, 16);
     let (memory, target) = (
         pair.left.memory(&[count * 64 * KIB]),
@@ -210,7 +210,7 @@ fn a_port_that_goes_down_and_comes_back() {
         rail_is_up(&pair);
         memory.fill(0, device as u64 + 1);
         target.fill(0, device as u64 + 7);
-        site.delay(ms(30));
+        site.delay(ms(site.choose(30, 300)));
         let arrival = Arc::new(Arrival::default());
         let posted = pair.left.counter("rail_requests_total");
         let sent = if read {
@@ -367,8 +367,8 @@ fn memory_that_the_peer_does_not_have() {
         });
         pair.left_log.refused(sent.id);
         let lost = pair.left_log.lost();
-        assert_eq!((lost.len(), lost[0].2.kind()), (1, ErrorKind::Protocol), "{lost:?}");
-        assert!(lost[0].2.to_string().contains("stale"), "{}", lost[0].2);
+        let says = |error: &Error| error.kind() == ErrorKind::Protocol && error.to_string().contains("stale");
+        assert!(lost.iter().any(|(_, _, error)| says(error)), "{lost:?}");
         assert!(is_all(&target, &stream, 1) && is_all(&memory, &stream, 0xee));
         pair.left_link.forget(sent.id);
         pair.left_log.clear();
@@ -656,7 +656,7 @@ fn one_of_two_rails_goes_and_comes_back() {
         println!("skipped: there is one pair of devices");
         return;
     }
-    let (left, right) = site.nodes(2, |_| {});
+    let (left, right) = site.nodes(2, slow_to_give_up);
     let pair = Pair::new(left, right).up();
     let both = || pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2;
     let count = site.choose(64, 24);
@@ -665,9 +665,10 @@ fn one_of_two_rails_goes_and_comes_back() {
         pair.right.memory(&[count * 128 * KIB]),
     );
     let (source, destination) = (scattered(count, 7, 128 * KIB), scattered(count, 5, 128 * KIB));
-    for device in [0, 3] {
+    // An rxe device whose own interface is down cannot be flushed before that is up again: so only the sender's there.
+    for device in site.choose([0, 3], [0, 2]) {
         until("two rails", both);
-        site.delay(ms(20));
+        site.delay(ms(site.choose(20, 300)));
         memory.fill(0, device as u64);
         target.paint(&destination, 0);
         let arrival = Arc::new(Arrival::default());
@@ -681,7 +682,7 @@ fn one_of_two_rails_goes_and_comes_back() {
         assert!(memory.bytes(&source) == target.bytes(&destination));
         assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
         site.clear();
-        assert!(!pair.left_log.lost().is_empty(), "no rail was lost");
+        until("the loss of a rail", || !pair.left_log.lost().is_empty());
         assert_eq!(pair.left_link.path().rails.len(), 1, "{:?}", pair.left_link.path());
         pair.carry(&memory, &source, &target, &destination);
         site.up(device);

@@ -162,7 +162,6 @@ impl Lane {
         Ok(Current {
             local: Side::new(stream, &header, turn.scratch.list()),
             remote: Side::new(remote_stream.clone(), &header, turn.scratch.list()),
-            keys,
             posted: 0,
             sent: SentChunk {
                 transfer: chunk.transfer,
@@ -170,6 +169,7 @@ impl Lane {
                 direction: remote.direction,
                 whole: false,
                 guard,
+                keys,
                 requests: (next, u64::MAX),
             },
         })
@@ -200,9 +200,7 @@ impl Lane {
             let Some(remote) = current.remote.peek() else {
                 return Step::GivenUp;
             };
-            let Some(place) = current
-                .keys
-                .remote
+            let Some(place) = current.sent.keys.remote
                 .locate(remote.region, remote.offset, 1, remote_device)
             else {
                 return Step::GivenUp;
@@ -216,7 +214,7 @@ impl Lane {
             let mut gathered = 0;
             while gathered < wanted && turn.scratch.gathered.len() < segments_max {
                 let Some(local) = current.local.peek() else { break };
-                let Some(key) = current.keys.local[local.region as usize].local(device.index, local.offset) else {
+                let Some(key) = current.sent.keys.local[local.region as usize].local(device.index, local.offset) else {
                     return Step::GivenUp;
                 };
                 let length = local.length.min(key.until_edge).min(wanted - gathered);
@@ -284,7 +282,7 @@ impl Lane {
         });
         let open = &mut pair.open[place];
         if let Some(digest) = &mut open.checksum {
-            let keys = &current.keys.local;
+            let keys = &current.sent.keys.local;
             checksum::feed(digest, current.local.stream(), header.offset, header.length, |region| {
                 keys.get(region as usize).map(|keys| keys.region())
             });

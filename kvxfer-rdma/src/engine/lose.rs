@@ -2,7 +2,7 @@
 //! everything posted has its completion, then destroyed, then the device flushed. Only after that nothing of it can land.
 
 use kvxfer_core::Error;
-use kvxfer_core::flow::{ChunkState, Direction};
+use kvxfer_core::flow::{ChunkState, Direction, LaneName};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 
@@ -82,6 +82,7 @@ impl Lane {
         self.flush_asked = true;
         let text = self.text();
         let destroyed = self.pair.as_mut().is_none_or(|pair| pair.destroy(&text));
+        self.undestroyed = !destroyed;
         if !destroyed || mutants::is(Mutant::SkipFlush) {
             turn.flusher.answer_without(key, destroyed);
         } else {
@@ -97,7 +98,7 @@ impl Lane {
     fn gone(&mut self, turn: &mut Turn<'_>, flushed: bool) {
         // What came before the end counts.
         self.take_completed(turn);
-        let Stage::Flushing { error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
+        let Stage::Flushing { mut error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
             return;
         };
         let name = self.name();
@@ -110,6 +111,10 @@ impl Lane {
                     refused.push((chunk.transfer, chunk.direction, chunk.header));
                 }
                 quiet |= self.drop_chunk(chunk);
+            }
+            if pair.refused_request.is_some() {
+                // The better reason, also if the peer was quicker to say that it lost the rail.
+                error = pair.failure.take().unwrap_or(error);
             }
             self.keep_received(std::mem::take(&mut pair.received));
         }
@@ -151,16 +156,35 @@ impl Lane {
             error,
         });
         if flushed {
-            for (lane, chunks) in std::mem::take(&mut self.fences) {
-                self.answer_fence(lane, chunks);
-            }
+            // Also for those before it.
+            let mut lanes = std::mem::take(&mut self.unflushed.lanes);
+            lanes.push(name);
+            self.lanes_flushed(&lanes);
         } else {
             tracing::error!(
                 rail = self.text(),
                 "the device could not be flushed: what it may still write is quarantined"
             );
+            if !self.undestroyed {
+                self.unflushed.lanes.push(name);
+                self.flush_again = Some(turn.now);
+            }
         }
         self.after_loss(turn);
+    }
+
+    /// The device was flushed after these queue pairs were destroyed: nothing of them lands any more.
+    pub(super) fn lanes_flushed(&mut self, lanes: &[LaneName]) {
+        for lane in lanes {
+            self.link.lane_gone(*lane, true);
+        }
+        for (lane, chunks) in std::mem::take(&mut self.fences) {
+            if lanes.contains(&lane) {
+                self.answer_fence(lane, chunks);
+            } else {
+                self.fences.push((lane, chunks));
+            }
+        }
     }
 
     /// A chunk that was outstanding when the queue pair went. True if leaving its fence made it.

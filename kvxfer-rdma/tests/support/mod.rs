@@ -779,7 +779,7 @@ impl Site {
         let micros = time.as_micros();
         match &self.fabric {
             Some(fabric) => fabric.set_now("*", "latency_us", &micros.to_string()).unwrap(),
-            None => self.soft_roce(&["netem", "all", &format!("delay {micros}us")]),
+            None => self.netem(&["delay", &format!("{micros}us")]),
         }
     }
 
@@ -787,7 +787,7 @@ impl Site {
     pub fn lose_everything(&self) {
         match &self.fabric {
             Some(fabric) => fabric.set_now("*", "drop_percent", "100").unwrap(),
-            None => self.soft_roce(&["netem", "all", "loss 100%"]),
+            None => self.netem(&["loss", "100%"]),
         }
     }
 
@@ -795,7 +795,10 @@ impl Site {
     pub fn down(&self, device: usize) {
         match &self.fabric {
             Some(fabric) => fabric.set_now(&self.devices[device], "port_state", "down").unwrap(),
-            None => self.soft_roce(&["down", &self.devices[device]]),
+            None => {
+                self.changed.store(true, Ordering::SeqCst);
+                command("ip", &["link", "set", &self.interface(device), "down"]);
+            }
         }
     }
 
@@ -818,21 +821,31 @@ impl Site {
                 fabric.set_now("*", "latency_us", "0").unwrap();
                 fabric.set_now("*", "drop_percent", "0").unwrap();
             }
-            None => self.soft_roce(&["clear", "all"]),
+            None => self.netem(&["delay", "0us"]),
         }
+    }
+
+    // `soft-roce netem`, `clear` and `down` do the same, but as scripts, which take a second there.
+    fn netem(&self, how: &[&str]) {
+        self.changed.store(true, Ordering::SeqCst);
+        for device in 0..self.devices.len() {
+            let mut arguments = vec!["qdisc", "replace", "dev"];
+            let interface = self.interface(device);
+            arguments.extend([interface.as_str(), "root", "netem"]);
+            arguments.extend_from_slice(how);
+            arguments.extend(["limit", "100000"]);
+            command("tc", &arguments);
+        }
+    }
+
+    fn interface(&self, device: usize) -> String {
+        self.devices[device].replace("rxe", "veth")
     }
 
     /// Changes the place that `testkit/soft-roce/run` made.
     fn soft_roce(&self, arguments: &[&str]) {
         self.changed.store(true, Ordering::SeqCst);
-        let status = std::process::Command::new("soft-roce")
-            .args(arguments)
-            .status()
-            .unwrap();
-        assert!(
-            status.success() || std::thread::panicking(),
-            "soft-roce {arguments:?}: {status}"
-        );
+        command("soft-roce", arguments);
     }
 }
 
@@ -854,4 +867,12 @@ fn found() -> Vec<String> {
         .collect();
     names.sort();
     names
+}
+
+fn command(name: &str, arguments: &[&str]) {
+    let status = std::process::Command::new(name).args(arguments).status().unwrap();
+    assert!(
+        status.success() || std::thread::panicking(),
+        "{name} {arguments:?}: {status}"
+    );
 }

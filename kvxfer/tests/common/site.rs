@@ -120,6 +120,17 @@ impl Site {
         }
     }
 
+    /// Takes the device away under its users. Real ones are made again when the guard is dropped; a fake is gone for good
+    /// in this process.
+    #[must_use]
+    pub fn unplug(&self, device: &str) -> Unplugged {
+        match &self.fabric {
+            Some(fabric) => fabric.set_now(device, "event", "device_fatal").unwrap(),
+            None => soft_roce(&["unplug", device]),
+        }
+        Unplugged(self.is_real().then(|| device.to_owned()))
+    }
+
     fn port(&self, device: &str, up: bool) {
         match &self.fabric {
             Some(fabric) => {
@@ -142,6 +153,17 @@ pub struct Down {
 impl Drop for Down {
     fn drop(&mut self) {
         self.site.port(&self.device, true);
+    }
+}
+
+/// A device that is gone.
+pub struct Unplugged(Option<String>);
+
+impl Drop for Unplugged {
+    fn drop(&mut self) {
+        if let Some(device) = &self.0 {
+            soft_roce(&["plug", device]);
+        }
     }
 }
 

@@ -120,15 +120,15 @@ impl Site {
         }
     }
 
-    /// Takes the device away under its users. Real ones are made again when the guard is dropped; a fake is gone for good
-    /// in this process.
+    /// Takes a device away under its users, for good in this process. Only fakes can: the kernel keeps a software
+    /// device until its users have let go of it. False, and said, where the devices are real.
     #[must_use]
-    pub fn unplug(&self, device: &str) -> Unplugged {
+    pub fn unplug(&self, device: &str) -> bool {
         match &self.fabric {
             Some(fabric) => fabric.set_now(device, "event", "device_fatal").unwrap(),
-            None => soft_roce(&["unplug", device]),
+            None => println!("skipped: only fake devices go away under their users"),
         }
-        Unplugged(self.is_real().then(|| device.to_owned()))
+        !self.is_real()
     }
 
     fn port(&self, device: &str, up: bool) {
@@ -139,7 +139,12 @@ impl Site {
                 fabric.set_now(device, "port_state", state).unwrap();
                 fabric.set(device, "port_state", state).unwrap();
             }
-            None => soft_roce(&[if up { "up" } else { "down" }, device]),
+            None if up => {
+                // Both ends of a wire have lost what they knew of each other.
+                let place = self.devices.iter().position(|other| other == device).unwrap();
+                soft_roce(&["up", device, &self.devices[place ^ 1]]);
+            }
+            None => soft_roce(&["down", device]),
         }
     }
 }
@@ -153,17 +158,6 @@ pub struct Down {
 impl Drop for Down {
     fn drop(&mut self) {
         self.site.port(&self.device, true);
-    }
-}
-
-/// A device that is gone.
-pub struct Unplugged(Option<String>);
-
-impl Drop for Unplugged {
-    fn drop(&mut self) {
-        if let Some(device) = &self.0 {
-            soft_roce(&["plug", device]);
-        }
     }
 }
 

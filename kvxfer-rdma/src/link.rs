@@ -272,15 +272,11 @@ impl LinkCore {
     /// When its revocations and its rails are to be looked at.
     pub(crate) fn next_look(&self, now: Time) -> Time {
         let late = self.inbound.next_revocation();
-<<<<<<< HEAD
-        let setup = (!self.settled()).then_some(self.setup_end);
+        let rails = (!self.settled()).then(|| *self.no_rail_limit.lock());
         late.into_iter()
-            .chain(setup)
+            .chain(rails)
             .min()
             .unwrap_or(now + self.config.progress)
-=======
-        let rails = (!self.settled()).then(|| *self.no_rail_limit.lock());
-        late.into_iter().chain(rails).min().unwrap_or(now + self.config.progress)
     }
 
     /// A rail is up.
@@ -299,7 +295,6 @@ impl LinkCore {
         if self.rails_up.fetch_sub(1, Ordering::SeqCst) == 1 {
             self.engine(0).push(Task::Watch(self.clone()));
         }
->>>>>>> handover
     }
 
     /// An engine has let go of a rail, after the link began to close.

@@ -188,7 +188,10 @@ fn rails_that_stay_down_are_left_for_the_next_transport_named() {
     assert_eq!(path.transport, "tcp");
     for (from, to) in [(&sender, &receiver), (&receiver, &sender)] {
         let text = from.endpoint.explain(&to.endpoint.address());
-        assert!(text.contains("not rdma: ") && text.contains("no rail came back"), "{text}");
+        assert!(
+            text.contains("not rdma: ") && text.contains("no rail came back"),
+            "{text}"
+        );
     }
 }
 

@@ -267,16 +267,10 @@ fn a_restart_while_bytes_are_under_way_never_mixes_attempts() {
             )
             .unwrap();
         claim.fill(blocks(2)).unwrap();
-<<<<<<< HEAD
-        eventually("it is under way", || {
-            under_way(&prefill.endpoint, "sent") > 0.0 || claim.arrived().is_done()
-        });
-=======
         let until = Instant::now() + Duration::from_millis(100);
         while under_way(&prefill.endpoint, "sent") == 0.0 && Instant::now() < until {
             std::hint::spin_loop();
         }
->>>>>>> handover
         if under_way(&prefill.endpoint, "sent") > 0.0 && offer.restart().is_ok() {
             voided += 1;
             mark(&prefill.pool, &blocks(1), new_mark(n));

@@ -105,6 +105,8 @@ mutants! {
         FallBackToTheFailed,
         /// What this endpoint's device has read counts without the source's word that it was still what was meant.
         SkipValidateOfReads,
+        /// A close of a one-sided lane counts when it is announced, before its immediate has come.
+        CountBeforeImmediate,
     }
     rdma: {
         /// A queue pair that is fenced is reset instead of put into the error state: completions are lost.

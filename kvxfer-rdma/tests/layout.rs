@@ -117,8 +117,25 @@ fn checks() -> Vec<Check> {
         IBV_LINK_LAYER_INFINIBAND IBV_LINK_LAYER_ETHERNET IBV_TRANSPORT_IB IBV_TRANSPORT_IWARP IBV_NODE_RNIC
         IBV_GID_TYPE_IB IBV_GID_TYPE_ROCE_V1 IBV_GID_TYPE_ROCE_V2 IBV_FORK_DISABLED IBV_FORK_ENABLED IBV_FORK_UNNEEDED
     }
+    // The bindings are generated on x86_64. Elsewhere a mutex has another size, and with it what comes after one; kvxfer
+    // reads nothing there.
+    if cfg!(not(target_arch = "x86_64")) {
+        checks.retain(|check| !AFTER_A_MUTEX.contains(&check.name.as_str()));
+    }
     checks
 }
+
+const AFTER_A_MUTEX: &[&str] = &[
+    "sizeof ibv_qp",
+    "ibv_qp.cond",
+    "ibv_qp.events_completed",
+    "sizeof ibv_cq",
+    "ibv_cq.cond",
+    "ibv_cq.comp_events_completed",
+    "ibv_cq.async_events_completed",
+    "sizeof ibv_context",
+    "ibv_context.abi_compat",
+];
 
 fn program(checks: &[Check]) -> String {
     let mut text =

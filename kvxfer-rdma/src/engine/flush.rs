@@ -2,6 +2,7 @@
 //! destroyed. A read that the device makes of its own, of each region that could have been written, cannot overtake them.
 
 use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
 use std::time::Duration;
 
 use kvxfer_core::{Error, Result, Time};
@@ -10,7 +11,7 @@ use crate::clock;
 use crate::device::Device;
 use crate::error::RdmaError;
 use crate::random;
-use crate::registry::Registry;
+use crate::registry::{RegionKeys, Registry};
 use crate::verbs::{
     CompletionBuffer, CompletionChannel, CompletionQueue, InitState, Operation, PathAddress, QueuePair,
     QueuePairCapacity, ReceiveState, Request, SendBatch, SendState, Sge,
@@ -43,6 +44,8 @@ struct Running {
     askers: Vec<Asker>,
     /// Regions still to be read.
     points: Vec<(u64, u32)>,
+    /// So that the keys being read stay valid, whatever pool is given up meanwhile.
+    _registrations: Vec<Arc<RegionKeys>>,
     outstanding: u32,
     failed: bool,
     limit: Time,
@@ -129,15 +132,17 @@ impl Flusher {
         }
         if self.running.is_none() && !self.waiting.is_empty() {
             self.repair(device, channel);
-            let mut points: Vec<(u64, u32)> = registry
-                .flush_targets(device.index)
-                .into_iter()
+            let registrations = registry.written_by_peers();
+            let mut points: Vec<(u64, u32)> = registrations
+                .iter()
+                .flat_map(|keys| keys.flush_targets(device.index))
                 .map(|target| (target.address, target.rkey))
                 .collect();
             points.push(device.flush_page());
             let mut running = Running {
                 askers: self.waiting.drain(..).collect(),
                 points,
+                _registrations: registrations,
                 outstanding: 0,
                 failed: false,
                 limit: now + self.limit,

@@ -160,14 +160,12 @@ impl Registry {
             .cloned()
     }
 
-    /// What a device reads of itself to flush what it may have written: a place in each registration that peers may
-    /// write, on the device with this index.
-    pub fn flush_targets(&self, device: usize) -> Vec<FlushTarget> {
+    /// The registrations that peers may write. Whoever flushes a device holds them meanwhile, so that a pool that is
+    /// given up in between does not take away the keys that are being read.
+    pub fn written_by_peers(&self) -> Vec<Arc<RegionKeys>> {
         let map = self.inner.regions.read();
-        map.values()
-            .flatten()
-            .flat_map(|keys| keys.flush_targets(device))
-            .collect()
+        let written = map.values().flatten().filter(|keys| keys.access.receives);
+        written.cloned().collect()
     }
 
     /// The regions that are registered, each once for every pool that has it.

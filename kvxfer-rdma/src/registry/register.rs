@@ -120,7 +120,9 @@ fn check_key_count(keys: usize, regions: usize, devices: usize) -> Result<()> {
             .because(format!(
                 "a peer can be told {POOL_KEYS_BYTES_MAX} bytes, these may take {bytes}"
             ))
-            .remedy("use fewer devices, fewer and larger regions, or larger registrations (rdma.chunk_bytes_max)"),
+            .remedy(
+                "use fewer devices, fewer and larger regions, or larger registrations (rdma.registration_bytes_max)",
+            ),
     )
 }
 

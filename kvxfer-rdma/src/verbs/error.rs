@@ -121,6 +121,10 @@ impl VerbsError {
                 ErrorKind::Unsupported
             }
             VerbsError::NoSuchDevice { .. } => ErrorKind::Transport,
+            // The kernel says so of a process that may lock no memory at all.
+            VerbsError::Refused { verb, errno, .. } if *errno == libc::EPERM && verb.starts_with("ibv_reg_") => {
+                ErrorKind::ResourceExhausted
+            }
             VerbsError::Refused { errno, .. } => kind_of(*errno),
         }
     }
@@ -278,6 +282,13 @@ mod tests {
         let text = shown.to_string();
         assert!(text.contains("ibv_open_device failed (device mlx5_3)"), "{text}");
         assert!(text.contains("/dev/infiniband/uverbs*"), "{text}");
+    }
+
+    #[test]
+    fn a_process_that_may_lock_no_memory_lacks_a_resource() {
+        let kind = |verb| VerbsError::refused(verb, "d", libc::EPERM).kind();
+        assert_eq!(kind("ibv_reg_mr"), ErrorKind::ResourceExhausted);
+        assert_eq!(kind("ibv_open_device"), ErrorKind::Unsupported);
     }
 
     #[test]

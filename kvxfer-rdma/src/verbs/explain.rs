@@ -20,11 +20,15 @@ pub(super) fn explain_registration(
     let error = context.refused(verb, errno);
     let need = bytes(length);
     match errno {
-        libc::ENOMEM | libc::EAGAIN | libc::EPERM => memory_refused(error, &MemoryLimits::read(), context, length),
-        libc::EINVAL if length > context.attributes().max_mr_size => error.because(format!(
-            "{need} were asked for, the device registers at most {}",
-            bytes(context.attributes().max_mr_size)
-        )),
+        libc::ENOMEM | libc::EAGAIN | libc::EPERM => {
+            memory_refused(error, &MemoryLimits::read(), context.attributes().max_mr, length)
+        },
+        libc::EINVAL if length > context.attributes().max_mr_size => error
+            .because(format!(
+                "{need} were asked for, the device registers at most {}",
+                bytes(context.attributes().max_mr_size)
+            ))
+            .with_remedy("register it in smaller pieces"),
         libc::EINVAL if access.remote_write && !access.local_write => {
             error.because("remote write was asked for without local write")
         }
@@ -38,7 +42,7 @@ pub(super) fn explain_registration(
     }
 }
 
-fn memory_refused(error: VerbsError, limits: &MemoryLimits, context: &Context, length: u64) -> VerbsError {
+fn memory_refused(error: VerbsError, limits: &MemoryLimits, max_mr: u32, length: u64) -> VerbsError {
     let need = bytes(length);
     match (limits.memlock, limits.pinned) {
         (Some(limit), pinned) if pinned.unwrap_or(0).saturating_add(length) > limit => {
@@ -61,7 +65,7 @@ fn memory_refused(error: VerbsError, limits: &MemoryLimits, context: &Context, l
             .with_remedy(format!(
                 "check free memory, vm.max_map_count ({}), and the device's registrations (at most {}; `rdma resource`)",
                 limits.max_map_count.map_or("unknown".to_owned(), |count| count.to_string()),
-                context.attributes().max_mr
+                max_mr
             )),
     }
 }
@@ -237,4 +241,45 @@ fn gid(wanted: &sys::ibv_qp_attr) -> String {
     // SAFETY: every bit pattern is a GID.
     let raw = unsafe { wanted.ah_attr.grh.dgid.raw };
     std::net::Ipv6Addr::from(raw).to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn refused(memlock: Option<u64>, pinned: Option<u64>) -> String {
+        let limits = MemoryLimits {
+            memlock,
+            pinned,
+            max_map_count: Some(65530),
+        };
+        let error = VerbsError::refused("ibv_reg_mr", "mlx5_0", libc::ENOMEM);
+        kvxfer_core::Error::from(memory_refused(error, &limits, 1000, 12 << 30)).to_string()
+    }
+
+    #[test]
+    fn the_limit_of_locked_memory_is_named_with_the_need() {
+        let text = refused(Some(64 << 10), Some(0));
+        assert!(
+            text.contains("ulimit -l is 64 KiB; this registration needs 12 GiB"),
+            "{text}"
+        );
+        assert!(
+            text.contains("raise memlock") && text.contains("device mlx5_0"),
+            "{text}"
+        );
+        let text = refused(Some(16 << 30), Some(8 << 30));
+        assert!(text.contains("ulimit -l is 16 GiB, of which 8 GiB are used"), "{text}");
+    }
+
+    #[test]
+    fn where_it_is_not_that_limit_the_others_are_named() {
+        for text in [refused(None, None), refused(Some(64 << 30), Some(1))] {
+            assert!(text.contains("is not what refused them"), "{text}");
+            assert!(
+                text.contains("vm.max_map_count (65530)") && text.contains("at most 1000"),
+                "{text}"
+            );
+        }
+    }
 }

@@ -46,3 +46,24 @@ pub use memory::{Access, DmabufSupport, MemoryRegion, ProtectionDomain};
 pub use port::{GidEntry, GidKind, LinkLayer, Mtu, PortAttributes, PortState};
 pub use post::{Operation, PostError, Request, SendBatch, Sge};
 pub use queue_pair::{InitState, PathAddress, QpState, QueuePair, QueuePairCapacity, ReceiveState, SendState};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn objects_may_move_between_threads() {
+        fn sent<T: Send>() {}
+        fn shared<T: Sync>() {}
+        sent::<SendBatch>();
+        sent::<QueuePair>();
+        shared::<QueuePair>();
+        shared::<CompletionQueue>();
+        shared::<CompletionChannel>();
+        shared::<MemoryRegion>();
+        shared::<ProtectionDomain>();
+        shared::<Context>();
+        shared::<Library>();
+        sent::<VerbsError>();
+    }
+}

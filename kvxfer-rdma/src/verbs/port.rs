@@ -335,6 +335,24 @@ mod tests {
         assert_eq!(Mtu::from_bytes(1500), None);
     }
 
+    /// With the system's devices, if there are any: what sysfs and `ibv_query_gid` say is what `ibv_query_gid_ex` says.
+    #[test]
+    fn the_two_ways_of_reading_gids_agree() {
+        let Ok(library) = crate::verbs::Library::load(None) else {
+            return;
+        };
+        for name in library.device_names().unwrap_or_default() {
+            let Ok(context) = Context::open(&library, &name) else {
+                continue;
+            };
+            let layer = context.port(1).unwrap().link_layer;
+            for entry in context.gids(1).unwrap() {
+                let other = context.query_gid(1, entry.index, layer).unwrap();
+                assert_eq!(entry, other, "{name}");
+            }
+        }
+    }
+
     #[test]
     fn rates_of_known_links() {
         assert_eq!(rate_mbps(2, 128), 400_000); // 4x NDR

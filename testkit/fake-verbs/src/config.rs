@@ -68,6 +68,23 @@ pub(crate) fn parse(text: &str) -> (Vec<Line>, Vec<String>) {
     (lines, complaints)
 }
 
+const GENERATION: &str = "# generation ";
+
+/// The configuration file for these lines. The generation lets writers see who has read it.
+pub(crate) fn write(lines: &[Line], generation: u64) -> String {
+    let head = format!("{GENERATION}{generation}\n");
+    lines.iter().fold(head, |text, (device, key, value)| {
+        text + &format!("{device}.{key} = {value}\n")
+    })
+}
+
+/// The generation of a configuration file; 0 if it says none.
+pub(crate) fn generation(text: &str) -> u64 {
+    text.lines()
+        .find_map(|line| line.strip_prefix(GENERATION)?.trim().parse().ok())
+        .unwrap_or(0)
+}
+
 /// Whether there is such a key, and it can have such a value.
 pub(crate) fn is_valid(key: &str, value: &str) -> bool {
     KEYS.contains(&key) && Settings::default_of(0).set(key, value)
@@ -337,11 +354,13 @@ fn parse_gids(value: &str) -> Option<Vec<Gid>> {
 pub(crate) struct Failure {
     pub(crate) verb: String,
     pub(crate) errno: i32,
+    /// How many calls go well before.
+    pub(crate) skip: u64,
     /// How often yet.
     pub(crate) left: u64,
 }
 
-/// `verb:errno[:count]`, several separated by commas; errno as a name or a number.
+/// `verb:errno[:count[:skip]]`, several separated by commas; errno as a name or a number.
 pub(crate) fn parse_fail(value: &str) -> Option<Vec<Failure>> {
     if value.is_empty() {
         return Some(Vec::new());
@@ -353,7 +372,13 @@ pub(crate) fn parse_fail(value: &str) -> Option<Vec<Failure>> {
             let verb = fields.next().filter(|verb| !verb.is_empty())?.to_owned();
             let errno = parse_errno(fields.next()?)?;
             let left = fields.next().map_or(Some(u64::MAX), |count| count.parse().ok())?;
-            Some(Failure { verb, errno, left })
+            let skip = fields.next().map_or(Some(0), |count| count.parse().ok())?;
+            Some(Failure {
+                verb,
+                errno,
+                skip,
+                left,
+            })
         })
         .collect()
 }

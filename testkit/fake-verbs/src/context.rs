@@ -15,6 +15,7 @@ use crate::event::{EventQueue, Signal};
 use crate::memory::Regions;
 use crate::network::{Directory, LOCAL_BITS};
 use crate::objects::FakeDevice;
+use crate::seen::Seen;
 use crate::state::State;
 use crate::thread;
 
@@ -52,10 +53,12 @@ pub(crate) fn acknowledge_event(object: usize) {
 pub(crate) fn open(device: &'static FakeDevice) -> io::Result<Arc<Context>> {
     let device = &device.device;
     device.refresh();
-    device.add_context(|settings| {
+    let context = device.add_context(|settings, generation| {
         let directory = Directory::open(&device.fabric)?;
         let listener = directory.listen(&device.fabric)?;
         let number = listener.number;
+        let seen = Seen::new(&device.fabric, number)?;
+        seen.record(generation);
         let events = Arc::new(EventQueue::new()?);
         let doorbell = Arc::new(Signal::doorbell()?);
         let wrong = wrong_completion(&settings);
@@ -81,6 +84,7 @@ pub(crate) fn open(device: &'static FakeDevice) -> io::Result<Arc<Context>> {
             sequence: 0,
             wrong,
             dead: false,
+            seen,
             sleeping: false,
             stop: false,
         };
@@ -98,7 +102,10 @@ pub(crate) fn open(device: &'static FakeDevice) -> io::Result<Arc<Context>> {
             .get_or_insert_default()
             .insert(number, Arc::downgrade(&context));
         Ok((Arc::downgrade(&context), context))
-    })
+    })?;
+    // What was changed before the thread began to watch.
+    device.refresh();
+    Ok(context)
 }
 
 fn wrong_completion(settings: &Settings) -> Option<config::WrongCompletion> {
@@ -128,10 +135,13 @@ impl Context {
             // It aborts the process rather than panic, so there is nothing to learn from the result.
             let _ = thread.join();
         }
+        self.doorbell.close();
+        self.events.close();
+        self.state.lock().let_go();
     }
 
     /// Takes changed settings: what they say of the past (events, withheld completions) happens now.
-    pub(crate) fn apply(&self, settings: Arc<Settings>) {
+    pub(crate) fn apply(&self, settings: Arc<Settings>, generation: u64) {
         let mut state = self.state.lock();
         let old = std::mem::replace(&mut state.settings, settings);
         let new = state.settings.clone();
@@ -166,6 +176,7 @@ impl Context {
                 queue.release();
             }
         }
+        state.seen.record(generation);
         self.wake(&mut state);
     }
 }
@@ -175,7 +186,7 @@ fn raise(state: &mut State, kind: u32, argument: u32) {
         sys::IBV_EVENT_QP_FATAL => {
             let Some(mut qp) = state.take(argument) else { return };
             if qp.number == argument {
-                state.to_error(&mut qp);
+                state.move_to_error(&mut qp);
                 state.raise_queue_pair(kind, &qp);
             }
             state.put(qp);
@@ -184,7 +195,7 @@ fn raise(state: &mut State, kind: u32, argument: u32) {
             state.dead = true;
             for local in state.live.clone() {
                 if let Some(mut qp) = state.take(local) {
-                    state.to_error(&mut qp);
+                    state.move_to_error(&mut qp);
                     state.put(qp);
                 }
             }

@@ -43,6 +43,8 @@ struct Config {
     overrides: Vec<Line>,
     settings: Arc<Settings>,
     complaints: Vec<String>,
+    /// Of the file as it was last read.
+    generation: u64,
 }
 
 impl Device {
@@ -52,6 +54,7 @@ impl Device {
                 overrides: Vec::new(),
                 settings: Arc::new(Settings::resolve(&name, index, &[]).0),
                 complaints: Vec::new(),
+                generation: 0,
             }),
             name,
             index,
@@ -70,13 +73,14 @@ impl Device {
         self.config.lock().settings.clone()
     }
 
-    /// Adds a context, which hears of changed settings from now on; its first ones are handed to `start`.
+    /// Adds a context, which hears of changed settings from now on; its first ones, and their generation, are
+    /// handed to `start`.
     pub(crate) fn add_context<T>(
         &self,
-        start: impl FnOnce(Arc<Settings>) -> std::io::Result<(Weak<Context>, T)>,
+        start: impl FnOnce(Arc<Settings>, u64) -> std::io::Result<(Weak<Context>, T)>,
     ) -> std::io::Result<T> {
         let config = self.config.lock();
-        let (context, result) = start(config.settings.clone())?;
+        let (context, result) = start(config.settings.clone(), config.generation)?;
         let mut contexts = self.contexts.lock();
         contexts.retain(|context| context.strong_count() > 0);
         contexts.push(context);
@@ -103,7 +107,9 @@ impl Device {
     }
 
     fn reload(&self, config: &mut Config) {
-        let (mut lines, mut complaints) = read_lines(&self.fabric);
+        let text = read(&self.fabric);
+        let (mut lines, mut complaints) = config::parse(&text);
+        config.generation = config::generation(&text);
         lines.extend(config.overrides.iter().cloned());
         let (settings, more) = Settings::resolve(&self.name, self.index, &lines);
         complaints.extend(more);
@@ -121,7 +127,7 @@ impl Device {
         config.settings = Arc::new(settings);
         let contexts: Vec<_> = self.contexts.lock().iter().filter_map(Weak::upgrade).collect();
         for context in contexts {
-            context.apply(config.settings.clone());
+            context.apply(config.settings.clone(), config.generation);
         }
     }
 
@@ -134,17 +140,18 @@ impl Device {
         let failure = failures
             .iter_mut()
             .find(|failure| failure.verb == verb && failure.left > 0)?;
+        if failure.skip > 0 {
+            failure.skip -= 1;
+            return None;
+        }
         failure.left -= 1;
         Some(failure.errno)
     }
 }
 
-fn read_lines(fabric: &Path) -> (Vec<Line>, Vec<String>) {
-    match std::fs::read_to_string(fabric.join(CONFIG_FILE)) {
-        Ok(text) => config::parse(&text),
-        // A fabric without a file has the defaults.
-        Err(_) => (Vec::new(), Vec::new()),
-    }
+/// The configuration file. A fabric without one has the defaults.
+fn read(fabric: &Path) -> String {
+    std::fs::read_to_string(fabric.join(CONFIG_FILE)).unwrap_or_default()
 }
 
 static DEVICES: Mutex<Option<HashMap<String, &'static FakeDevice>>> = Mutex::new(None);
@@ -152,7 +159,7 @@ static DEVICES: Mutex<Option<HashMap<String, &'static FakeDevice>>> = Mutex::new
 /// The devices of the fabric, in order. None without a fabric.
 pub(crate) fn list() -> Vec<&'static FakeDevice> {
     let Some(fabric) = fabric() else { return Vec::new() };
-    let count = read_lines(&fabric)
+    let count = config::parse(&read(&fabric))
         .0
         .iter()
         .rev()

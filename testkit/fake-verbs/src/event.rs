@@ -2,16 +2,17 @@
 
 use std::collections::VecDeque;
 use std::io;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
+use std::os::fd::RawFd;
+use std::sync::atomic::{AtomicI32, Ordering};
 
 use kvxfer_rdma::sys::ibv_async_event;
 use parking_lot::{Condvar, Mutex};
 
 use crate::objects::FakeCq;
 
-/// An eventfd: each signal makes one read succeed.
+/// An eventfd: each signal makes one read succeed. It lies in objects that are never freed, so it is closed by hand.
 #[derive(Debug)]
-pub(crate) struct Signal(OwnedFd);
+pub(crate) struct Signal(AtomicI32);
 
 impl Signal {
     /// A blocking descriptor whose reads take one signal each, as those of the kernel's event files; the caller may
@@ -31,13 +32,21 @@ impl Signal {
         if fd < 0 {
             return Err(io::Error::last_os_error());
         }
-        // SAFETY: just made, owned by nobody else.
-        Ok(Signal(unsafe { OwnedFd::from_raw_fd(fd) }))
+        Ok(Signal(AtomicI32::new(fd)))
+    }
+
+    /// Closes the descriptor; later uses fail with EBADF.
+    pub(crate) fn close(&self) {
+        let fd = self.0.swap(-1, Ordering::AcqRel);
+        if fd >= 0 {
+            // SAFETY: ours, and closed once.
+            unsafe { libc::close(fd) };
+        }
     }
 
     /// The descriptor, to be waited on.
     pub(crate) fn fd(&self) -> RawFd {
-        self.0.as_raw_fd()
+        self.0.load(Ordering::Acquire)
     }
 
     /// Signals once.
@@ -78,6 +87,11 @@ impl Channel {
     /// The descriptor.
     pub(crate) fn fd(&self) -> RawFd {
         self.signal.fd()
+    }
+
+    /// Closes the descriptor.
+    pub(crate) fn close(&self) {
+        self.signal.close();
     }
 
     /// Adds an event of `queue`.
@@ -139,6 +153,11 @@ impl EventQueue {
     /// The descriptor.
     pub(crate) fn fd(&self) -> RawFd {
         self.signal.fd()
+    }
+
+    /// Closes the descriptor.
+    pub(crate) fn close(&self) {
+        self.signal.close();
     }
 
     /// Adds an event about the object at address `object` (0: a port or the device).

@@ -4,17 +4,28 @@ use std::ffi::{CString, c_char, c_int};
 use std::io;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use libloading::{Library, Symbol};
 use parking_lot::Mutex;
 
 use crate::config;
 use crate::device::CONFIG_FILE;
+use crate::seen;
 
+const SEEN_LIMIT: Duration = Duration::from_secs(5);
+const PREFIX: &str = "kvxfer-fake-";
 const BUILT: &str = "libkvxfer_fake_verbs.so";
 const INSTALLED: &str = "libibverbs.so.1";
 /// Names the built library, where it does not lie beside the test's executable.
 const LIBRARY_VARIABLE: &str = "KVXFER_FAKE_VERBS_LIBRARY";
+
+/// What the configuration file says.
+#[derive(Debug, Default)]
+struct File {
+    lines: Vec<config::Line>,
+    generation: u64,
+}
 
 /// A set of fake devices, shared by all processes that load its [library](FakeFabric::library_path). The one who made
 /// it removes its directory when it is dropped.
@@ -22,7 +33,7 @@ const LIBRARY_VARIABLE: &str = "KVXFER_FAKE_VERBS_LIBRARY";
 pub struct FakeFabric {
     directory: PathBuf,
     owned: bool,
-    lines: Mutex<Vec<config::Line>>,
+    file: Mutex<File>,
     /// The same instance that the code under test loads in this process.
     library: Library,
 }
@@ -43,25 +54,22 @@ impl FakeFabric {
     pub fn with(settings: &[(&str, &str, &str)]) -> io::Result<FakeFabric> {
         static COUNT: AtomicU64 = AtomicU64::new(0);
         let built = find_library()?;
-        let name = format!(
-            "kvxfer-fake-{}-{}",
-            std::process::id(),
-            COUNT.fetch_add(1, Ordering::Relaxed)
-        );
-        let directory = std::env::temp_dir().join(name);
-        // One that a killed process with the same number left behind.
+        remove_abandoned();
+        let count = COUNT.fetch_add(1, Ordering::Relaxed);
+        let directory = std::env::temp_dir().join(format!("{PREFIX}{}-{count}", std::process::id()));
+        // One that an earlier process with the same number left behind.
         if directory.exists() {
             std::fs::remove_dir_all(&directory)?;
         }
         std::fs::create_dir(&directory)?;
         // A copy, not a link: the loader gives each file its own instance, so that fabrics share nothing.
         std::fs::copy(&built, directory.join(INSTALLED))?;
-        let mut lines = Vec::new();
+        let mut file = File::default();
         for (device, key, value) in settings {
-            put(&mut lines, device, key, value)?;
+            put(&mut file.lines, device, key, value)?;
         }
-        write(&directory, &lines)?;
-        FakeFabric::open(directory, true, lines)
+        write(&directory, &mut file)?;
+        FakeFabric::open(directory, true, file)
     }
 
     /// The fabric in a directory that another process made and keeps.
@@ -70,16 +78,20 @@ impl FakeFabric {
     /// Its library cannot be loaded.
     pub fn attach(directory: &Path) -> io::Result<FakeFabric> {
         let text = std::fs::read_to_string(directory.join(CONFIG_FILE))?;
-        FakeFabric::open(directory.to_owned(), false, config::parse(&text).0)
+        let file = File {
+            lines: config::parse(&text).0,
+            generation: config::generation(&text),
+        };
+        FakeFabric::open(directory.to_owned(), false, file)
     }
 
-    fn open(directory: PathBuf, owned: bool, lines: Vec<config::Line>) -> io::Result<FakeFabric> {
+    fn open(directory: PathBuf, owned: bool, file: File) -> io::Result<FakeFabric> {
         // SAFETY: the library is this crate; it runs nothing when it is loaded.
         let library = unsafe { Library::new(directory.join(INSTALLED)) }.map_err(io::Error::other)?;
         Ok(FakeFabric {
             directory,
             owned,
-            lines: Mutex::new(lines),
+            file: Mutex::new(file),
             library,
         })
     }
@@ -89,20 +101,58 @@ impl FakeFabric {
         self.directory.join(INSTALLED)
     }
 
+    /// A library of the same fabric that lacks these symbols, as an older one does.
+    ///
+    /// # Errors
+    /// There is no such symbol, or the system's.
+    pub fn library_without(&self, symbols: &[&str]) -> io::Result<PathBuf> {
+        let mut bytes = std::fs::read(self.library_path())?;
+        for symbol in symbols {
+            // In the table of names: with another first letter, nobody finds it.
+            let name = format!("\0{symbol}\0").into_bytes();
+            let place = bytes.windows(name.len()).position(|window| window == name);
+            let place = place.ok_or_else(|| io::Error::new(io::ErrorKind::NotFound, format!("no symbol {symbol}")))?;
+            bytes[place + 1] = b'-';
+        }
+        let path = self
+            .directory
+            .join(format!("libibverbs-without-{}.so.1", symbols.join("-")));
+        std::fs::write(&path, bytes)?;
+        Ok(path)
+    }
+
     /// The fabric's directory, by which another process can [attach](FakeFabric::attach).
     pub fn directory(&self) -> &Path {
         &self.directory
     }
 
     /// Changes a key for all processes. It is in effect a moment later: their device threads are told by the system.
-    /// Two processes that write at the same time undo each other's changes; let one do it.
+    /// Let only one process do this: two undo each other's changes.
     ///
     /// # Errors
     /// An unknown key, a value that cannot be read, or the file cannot be written.
     pub fn set(&self, device: &str, key: &str, value: &str) -> io::Result<()> {
-        let mut lines = self.lines.lock();
-        put(&mut lines, device, key, value)?;
-        write(&self.directory, &lines)
+        let mut file = self.file.lock();
+        put(&mut file.lines, device, key, value)?;
+        write(&self.directory, &mut file)
+    }
+
+    /// As [`FakeFabric::set`], and waits until every open device of every process goes by it.
+    ///
+    /// # Errors
+    /// As [`FakeFabric::set`]; `TimedOut` after 5 s, as with a process that is stopped.
+    pub fn set_everywhere(&self, device: &str, key: &str, value: &str) -> io::Result<()> {
+        self.set(device, key, value)?;
+        let generation = self.file.lock().generation;
+        let limit = Instant::now() + SEEN_LIMIT;
+        while !seen::by_all(&self.directory, generation)? {
+            if Instant::now() > limit {
+                let what = format!("fake-verbs: {device}.{key} = {value} is not in effect everywhere");
+                return Err(io::Error::new(io::ErrorKind::TimedOut, what));
+            }
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        Ok(())
     }
 
     /// Changes a key in this process only, above what the file says; in effect when it returns.
@@ -151,6 +201,23 @@ impl Drop for FakeFabric {
     }
 }
 
+/// Removes the directories of processes that were killed before they could.
+fn remove_abandoned() {
+    let Ok(entries) = std::fs::read_dir(std::env::temp_dir()) else {
+        return;
+    };
+    for entry in entries.flatten() {
+        let name = entry.file_name();
+        let process = name
+            .to_str()
+            .and_then(|name| name.strip_prefix(PREFIX)?.split('-').next()?.parse::<u32>().ok());
+        if process.is_some_and(|process| !Path::new(&format!("/proc/{process}")).exists()) {
+            // Somebody else may be doing the same, or it may be another user's.
+            let _ = std::fs::remove_dir_all(entry.path());
+        }
+    }
+}
+
 fn put(lines: &mut Vec<config::Line>, device: &str, key: &str, value: &str) -> io::Result<()> {
     if !config::is_valid(key, value) {
         let what = format!("fake-verbs: no key {key:?} with a value {value:?}");
@@ -162,13 +229,10 @@ fn put(lines: &mut Vec<config::Line>, device: &str, key: &str, value: &str) -> i
 }
 
 /// Writes the configuration so that readers see the old one or the new one.
-fn write(directory: &Path, lines: &[config::Line]) -> io::Result<()> {
-    let text: String = lines
-        .iter()
-        .map(|(device, key, value)| format!("{device}.{key} = {value}\n"))
-        .collect();
+fn write(directory: &Path, file: &mut File) -> io::Result<()> {
+    file.generation += 1;
     let new = directory.join("fabric.new");
-    std::fs::write(&new, text)?;
+    std::fs::write(&new, config::write(&file.lines, file.generation))?;
     std::fs::rename(new, directory.join(CONFIG_FILE))
 }
 

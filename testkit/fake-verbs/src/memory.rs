@@ -130,10 +130,23 @@ impl Regions {
         self.find(pd, key & !REMOTE, address, length, access)
     }
 
-    /// The extent of the region with that remote key.
-    pub(crate) fn remote_extent(&self, key: u32) -> Option<(usize, usize)> {
-        let region = self.by_index.get(&((key & !REMOTE) >> TAG_BITS))?;
-        Some((region.memory.addr(), usize::try_from(region.length).ok()?))
+    /// Where the memory of the region with that remote key lies in this process, in all registrations that share
+    /// addresses with it: first address and length of each.
+    pub(crate) fn remote_extents(&self, key: u32) -> Vec<(usize, usize)> {
+        let Some(read) = self.by_index.get(&((key & !REMOTE) >> TAG_BITS)) else {
+            return Vec::new();
+        };
+        let shares = |other: &&Region| {
+            other.address < read.address.saturating_add(read.length)
+                && read.address < other.address.saturating_add(other.length)
+        };
+        let extent = |region: &Region| {
+            (
+                region.memory.addr(),
+                usize::try_from(region.length).unwrap_or(usize::MAX),
+            )
+        };
+        self.by_index.values().filter(shares).map(extent).collect()
     }
 
     fn find(&self, pd: &FakePd, key: u32, address: u64, length: u64, access: u32) -> Option<*mut u8> {

@@ -30,24 +30,29 @@ pub(crate) struct Listener {
 
 /// The fabric's directory, opened: paths through it are short enough for socket names.
 #[derive(Debug)]
-pub(crate) struct Directory(OwnedFd);
+pub(crate) struct Directory(Option<OwnedFd>);
 
 impl Directory {
     /// Opens it.
     pub(crate) fn open(path: &Path) -> io::Result<Directory> {
-        Ok(Directory(std::fs::File::open(path)?.into()))
+        Ok(Directory(Some(std::fs::File::open(path)?.into())))
     }
 
     /// Its descriptor.
     pub(crate) fn fd(&self) -> RawFd {
-        self.0.as_raw_fd()
+        self.0.as_ref().map_or(-1, AsRawFd::as_raw_fd)
+    }
+
+    /// Closes it.
+    pub(crate) fn close(&mut self) {
+        self.0 = None;
     }
 
     fn address(&self, number: u32) -> (libc::sockaddr_un, libc::socklen_t) {
         // SAFETY: all zero is a valid sockaddr_un.
         let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
         address.sun_family = libc::AF_UNIX as libc::sa_family_t;
-        let path = format!("/proc/self/fd/{}/{number}.sock", self.0.as_raw_fd());
+        let path = format!("/proc/self/fd/{}/{number}.sock", self.fd());
         crate::device::copy_text(&mut address.sun_path, path.as_bytes());
         let length = std::mem::offset_of!(libc::sockaddr_un, sun_path) + path.len() + 1;
         (address, length as libc::socklen_t)
@@ -211,18 +216,23 @@ pub(crate) fn receive(fd: RawFd, payload: &mut [u8; FRAGMENT]) -> (Moved, Header
 }
 
 /// What waits to be answered to a peer, in order.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub(crate) enum Response {
     /// A packet without payload.
     Packet(Header),
-    /// A READ's answer, made piece by piece as it is sent. The header is that of its next packet; `total` the bytes
-    /// that are left.
-    Stream {
-        /// The queue pair of this side that answers.
-        queue_pair: u32,
-        /// As described.
-        next: Header,
-    },
+    /// A READ's answer.
+    Stream(Stream),
+}
+
+/// A READ's answer, made piece by piece as it is sent.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Stream {
+    /// The queue pair of this side that answers.
+    pub(crate) queue_pair: u32,
+    /// It counts among the READs that the peer may have open: it is no repetition.
+    pub(crate) counted: bool,
+    /// The header of its next packet; `total` is what is left, in bytes.
+    pub(crate) next: Header,
 }
 
 /// The way to another context.

@@ -43,8 +43,10 @@ pub(crate) unsafe fn post_send(
     let mut result = Ok(());
     // SAFETY: the caller's list.
     while let Some(wr) = unsafe { request.as_ref() } {
+        let refused = state.device.failure("post_send.one");
         // SAFETY: as above.
-        if let Err(errno) = unsafe { post_one(&mut state, handle, wr, &mut immediates) } {
+        let posted = refused.map_or_else(|| unsafe { post_one(&mut state, handle, wr, &mut immediates) }, Err);
+        if let Err(errno) = posted {
             result = Err(Refused { errno, request });
             break;
         }

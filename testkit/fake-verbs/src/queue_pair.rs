@@ -221,7 +221,7 @@ pub(crate) fn modify(state: &mut State, qp: &mut QueuePair, attr: &ibv_qp_attr, 
     take_attributes(qp, attr, mask);
     match to {
         sys::IBV_QPS_RESET => reset(state, qp),
-        sys::IBV_QPS_ERR => state.to_error(qp),
+        sys::IBV_QPS_ERR => state.move_to_error(qp),
         sys::IBV_QPS_RTR if qp.state == sys::IBV_QPS_INIT => {
             qp.route = route(state, &qp.attributes)?;
             qp.expected = qp.attributes.rq_psn & 0x00ff_ffff;

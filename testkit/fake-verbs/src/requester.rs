@@ -223,8 +223,7 @@ impl State {
 
     /// Counts what the port sends against the configured bandwidth.
     pub(crate) fn occupy_port(&mut self, bytes: usize, now: Instant) {
-        if self.settings.bandwidth > 0 {
-            let time = bytes as u64 * 1_000_000_000 / self.settings.bandwidth;
+        if let Some(time) = (bytes as u64 * 1_000_000_000).checked_div(self.settings.bandwidth) {
             self.port_free = self.port_free.max(now) + Duration::from_nanos(time);
         }
     }
@@ -325,7 +324,7 @@ impl State {
             receives: 0,
         };
         self.complete(qp, &report);
-        self.to_error(qp);
+        self.move_to_error(qp);
     }
 
     /// The oldest request fails, and with it the queue pair.
@@ -401,11 +400,7 @@ impl State {
             return;
         }
         match header.code {
-            nak::SEQUENCE => {
-                if psn_distance(header.psn, qp.unacknowledged) == 0 && qp.is_waiting() {
-                    self.rewind(qp, header.psn);
-                }
-            }
+            nak::SEQUENCE if header.psn == qp.unacknowledged && qp.is_waiting() => self.rewind(qp, header.psn),
             nak::ACCESS if self.names_head(qp, header.psn) => self.fail_head(qp, sys::IBV_WC_REM_ACCESS_ERR),
             nak::INVALID if self.names_head(qp, header.psn) => self.fail_head(qp, sys::IBV_WC_REM_INV_REQ_ERR),
             _ => {}

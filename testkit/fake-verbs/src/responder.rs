@@ -6,7 +6,7 @@ use std::time::Instant;
 use kvxfer_rdma::sys;
 
 use crate::counters::add;
-use crate::network::{Moved, Response};
+use crate::network::{Moved, Response, Stream};
 use crate::packet::{FRAGMENT, Header, flag, kind, nak, psn_add, psn_distance};
 use crate::queue_pair::QueuePair;
 use crate::requester::BURST;
@@ -71,7 +71,8 @@ impl State {
         if ahead < 0 {
             // Seen before: a WRITE is acknowledged again, not carried out; a READ is answered again.
             if header.kind == kind::READ {
-                self.start_read(qp, header, looped);
+                self.forget_answers(qp, header.psn);
+                self.start_read(qp, header, looped, false);
             } else {
                 self.owe(qp);
             }
@@ -151,22 +152,27 @@ impl State {
             return;
         }
         qp.expected = psn_add(qp.expected, crate::packet::packets(header.total as usize));
-        self.start_read(qp, header, looped);
+        self.start_read(qp, header, looped, true);
     }
 
     /// Begins to answer a READ. It sees everything that was accepted before it, so that is in memory first: on the
     /// same queue pair always, from this device to itself for everything the device has accepted.
-    fn start_read(&mut self, qp: &mut QueuePair, header: &Header, looped: bool) {
+    fn start_read(&mut self, qp: &mut QueuePair, header: &Header, looped: bool, counted: bool) {
         let only_region = self.settings.flush_region_only;
-        let extent = self.regions.remote_extent(header.key).unwrap_or((0, 0));
+        let extents = if only_region && looped {
+            self.regions.remote_extents(header.key)
+        } else {
+            Vec::new()
+        };
         let flushed = self.force_late(|late, _| {
-            let inside = late.to.addr().wrapping_sub(extent.0) < extent.1;
+            let to = late.to.addr();
+            let inside = extents.iter().any(|(first, length)| to.wrapping_sub(*first) < *length);
             std::ptr::eq(late.qp, qp.handle) || (looped && (!only_region || inside))
         });
         add(&self.device.counters.late_bytes_flushed, flushed);
         // Acknowledgements of what came before go first.
         self.acknowledge(qp);
-        qp.reads_served += 1;
+        qp.reads_served += u32::from(counted);
         let next = Header {
             source: qp.route.source,
             destination: qp.route.destination,
@@ -176,10 +182,11 @@ impl State {
         };
         self.respond(
             qp.route.context,
-            Response::Stream {
+            Response::Stream(Stream {
                 queue_pair: qp.number,
+                counted,
                 next,
-            },
+            }),
         );
     }
 
@@ -193,7 +200,7 @@ impl State {
 
     fn fail_responder(&mut self, qp: &mut QueuePair) {
         qp.finishing = true;
-        self.to_error(qp);
+        self.move_to_error(qp);
     }
 
     fn refuse(&mut self, qp: &QueuePair, psn: u32, kind: u8, code: u8) {
@@ -346,39 +353,36 @@ impl State {
         let Some(response) = self.responses(context).and_then(VecDeque::pop_front) else {
             return Moved::WouldBlock;
         };
-        let (header, piece, stream) = match response {
-            Response::Packet(header) => (header, None, None),
-            Response::Stream { queue_pair, next } => match self.read_piece(queue_pair, &next) {
-                Some(piece) => (next, Some(piece), Some(queue_pair)),
-                None => {
-                    self.read_served(queue_pair);
-                    return Moved::Bytes(0);
-                }
-            },
+        let (moved, back) = match response {
+            Response::Packet(header) => (self.transmit(context, &header, &[]), Some(response)),
+            Response::Stream(stream) => self.send_piece(context, stream, now),
         };
-        let moved = self.transmit(context, &header, piece.as_ref().map_or(&[], std::slice::from_ref));
-        let back = match (moved, stream) {
-            (Moved::WouldBlock, None) => Some(Response::Packet(header)),
-            (Moved::WouldBlock, Some(queue_pair)) => Some(Response::Stream {
-                queue_pair,
-                next: header,
-            }),
-            (Moved::Bytes(bytes), Some(queue_pair)) => {
-                self.occupy_port(bytes, now);
-                let mut next = header;
-                if advance(&mut next, bytes) {
-                    self.read_served(queue_pair);
-                    None
-                } else {
-                    Some(Response::Stream { queue_pair, next })
-                }
-            }
+        let left = match (response, moved) {
+            (_, Moved::WouldBlock) => Some(response),
+            (Response::Stream(_), Moved::Bytes(_)) => back,
             _ => None,
         };
-        if let (Some(back), Some(responses)) = (back, self.responses(context)) {
-            responses.push_front(back);
+        if let (Some(left), Some(responses)) = (left, self.responses(context)) {
+            responses.push_front(left);
         }
         moved
+    }
+
+    /// Sends the next piece of a READ's answer; gives what is left of it.
+    fn send_piece(&mut self, context: u32, mut stream: Stream, now: Instant) -> (Moved, Option<Response>) {
+        let Some(piece) = self.read_piece(stream.queue_pair, &stream.next) else {
+            self.read_served(&stream);
+            return (Moved::Bytes(0), None);
+        };
+        let moved = self.transmit(context, &stream.next, &[piece]);
+        if let Moved::Bytes(bytes) = moved {
+            self.occupy_port(bytes, now);
+            if advance(&mut stream.next, bytes) {
+                self.read_served(&stream);
+                return (moved, None);
+            }
+        }
+        (moved, Some(Response::Stream(stream)))
     }
 
     /// The answers that wait for a context, which may be this one.
@@ -389,13 +393,28 @@ impl State {
         self.links.get_mut(&context).map(|link| &mut link.responses)
     }
 
-    fn read_served(&mut self, queue_pair: u32) {
-        if let Some(mut qp) = self.take(queue_pair) {
-            if qp.number == queue_pair {
+    /// A READ's answer has ended.
+    fn read_served(&mut self, stream: &Stream) {
+        if let Some(mut qp) = self.take(stream.queue_pair) {
+            if qp.number == stream.queue_pair && stream.counted {
                 qp.reads_served = qp.reads_served.saturating_sub(1);
             }
             self.put(qp);
         }
+    }
+
+    /// Forgets answers from `psn` on: who asks again for that asks for everything after it again too.
+    fn forget_answers(&mut self, qp: &mut QueuePair, psn: u32) {
+        let Some(responses) = self.responses(qp.route.context) else {
+            return;
+        };
+        responses.retain(|response| match response {
+            Response::Stream(stream) if stream.queue_pair == qp.number && psn_distance(stream.next.psn, psn) >= 0 => {
+                qp.reads_served = qp.reads_served.saturating_sub(u32::from(stream.counted));
+                false
+            }
+            _ => true,
+        });
     }
 }
 

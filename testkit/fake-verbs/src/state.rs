@@ -16,6 +16,7 @@ use crate::network::{Directory, LOCAL_BITS, Link, Response};
 use crate::objects::{FakeCq, FakeQp};
 use crate::packet::{Address, Header, lid_address};
 use crate::queue_pair::QueuePair;
+use crate::seen::Seen;
 
 /// The lower bits of queue pair numbers.
 pub(crate) const LOCAL_MASK: u32 = (1 << LOCAL_BITS) - 1;
@@ -67,6 +68,8 @@ pub(crate) struct State {
     pub(crate) wrong: Option<WrongCompletion>,
     /// After a fatal error: no traffic, verbs fail.
     pub(crate) dead: bool,
+    /// Where others can see which configuration this context goes by.
+    pub(crate) seen: Seen,
     /// The device thread is waiting, or about to.
     pub(crate) sleeping: bool,
     pub(crate) stop: bool,
@@ -89,6 +92,17 @@ pub(crate) struct Report {
 const GARBAGE: u32 = 0x5a5a_0000;
 
 impl State {
+    /// Frees what a closed device holds; the rest of it stays, for what may still point to it.
+    pub(crate) fn let_go(&mut self) {
+        self.queue_pairs = Vec::new();
+        self.links.clear();
+        self.loopback.clear();
+        self.network.clear();
+        self.late.clear();
+        self.directory.close();
+        self.seen.close();
+    }
+
     /// A number from 0 to `below`, not included.
     pub(crate) fn random(&mut self, below: u64) -> u64 {
         // xorshift64: enough to shuffle.
@@ -158,7 +172,7 @@ impl State {
             add(&self.device.counters.cq_overruns, 1);
             let element = ibv_async_event__bindgen_ty_1 { cq: queue.pointer() };
             self.raise(sys::IBV_EVENT_CQ_ERR, element, queue.pointer().addr());
-            self.to_error(qp);
+            self.move_to_error(qp);
         }
     }
 
@@ -184,7 +198,7 @@ impl State {
     }
 
     /// Moves a queue pair to ERR. The device thread flushes its requests afterwards.
-    pub(crate) fn to_error(&mut self, qp: &mut QueuePair) {
+    pub(crate) fn move_to_error(&mut self, qp: &mut QueuePair) {
         if qp.state != sys::IBV_QPS_ERR {
             add(&self.device.counters.qps_to_error, 1);
             qp.state = sys::IBV_QPS_ERR;

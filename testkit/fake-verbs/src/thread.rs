@@ -1,10 +1,7 @@
 //! The device thread: it runs beside the callers, takes what comes and sends what was posted.
 
 use std::io;
-use std::mem::MaybeUninit;
-use std::os::fd::{AsRawFd, FromRawFd, OwnedFd, RawFd};
-use std::os::unix::ffi::OsStrExt;
-use std::path::Path;
+use std::os::fd::{AsRawFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -19,13 +16,14 @@ use crate::network::{Listener, Moved, receive};
 use crate::packet::{FRAGMENT, Header};
 use crate::requester::BURST;
 use crate::state::State;
+use crate::watch::Watch;
 
 /// How many packets are taken from one peer, and sent to all, before others have their turn.
 const PACKETS_AT_ONCE: u32 = 16;
 
 /// Starts a context's device thread.
 pub(crate) fn start(context: Arc<Context>, listener: Listener, doorbell: Arc<Signal>) -> io::Result<JoinHandle<()>> {
-    let changes = watch(&context.device.fabric)?;
+    let changes = Watch::new(&context.device.fabric);
     let name = format!("{}-{}", context.device.name, listener.number);
     std::thread::Builder::new().name(name).spawn(move || {
         let engine = Engine {
@@ -44,31 +42,11 @@ pub(crate) fn start(context: Arc<Context>, listener: Listener, doorbell: Arc<Sig
     })
 }
 
-/// A descriptor that becomes readable when a file of the fabric's directory is written or moved there.
-fn watch(directory: &Path) -> io::Result<OwnedFd> {
-    // SAFETY: no pointers; the result is checked.
-    let fd = unsafe { libc::inotify_init1(libc::IN_NONBLOCK | libc::IN_CLOEXEC) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: just made, owned by nobody else.
-    let fd = unsafe { OwnedFd::from_raw_fd(fd) };
-    let path = std::ffi::CString::new(directory.as_os_str().as_bytes())?;
-    // SAFETY: a C string that outlives the call.
-    let watched =
-        unsafe { libc::inotify_add_watch(fd.as_raw_fd(), path.as_ptr(), libc::IN_CLOSE_WRITE | libc::IN_MOVED_TO) };
-    if watched < 0 {
-        Err(io::Error::last_os_error())
-    } else {
-        Ok(fd)
-    }
-}
-
 struct Engine {
     context: Arc<Context>,
     listener: Listener,
     doorbell: Arc<Signal>,
-    changes: OwnedFd,
+    changes: Watch,
     /// Connections of peers to this context; they are only read from.
     peers: Vec<OwnedFd>,
     buffer: Box<[u8; FRAGMENT]>,
@@ -119,7 +97,7 @@ impl Engine {
         let entry = |fd: RawFd, events: i16| libc::pollfd { fd, events, revents: 0 };
         self.polled.clear();
         self.polled.push(entry(self.doorbell.fd(), libc::POLLIN));
-        self.polled.push(entry(self.changes.as_raw_fd(), libc::POLLIN));
+        self.polled.push(entry(self.changes.fd(), libc::POLLIN));
         self.polled.push(entry(self.listener.fd.as_raw_fd(), libc::POLLIN));
         self.polled
             .extend(self.peers.iter().map(|peer| entry(peer.as_raw_fd(), libc::POLLIN)));
@@ -133,6 +111,10 @@ impl Engine {
     }
 
     fn wait(&mut self, limit: Option<Duration>) {
+        let limit = match (limit, self.changes.limit()) {
+            (Some(limit), Some(other)) => Some(limit.min(other)),
+            (limit, other) => limit.or(other),
+        };
         let limit = limit.map(|limit| libc::timespec {
             tv_sec: limit.as_secs() as libc::time_t,
             tv_nsec: limit.subsec_nanos() as _,
@@ -159,8 +141,7 @@ impl Engine {
             // It can only be empty, which is as good.
             let _ = self.doorbell.take();
         }
-        if self.polled[1].revents != 0 {
-            drain(self.changes.as_raw_fd());
+        if self.changes.changed(self.polled[1].revents != 0) {
             self.context.device.refresh();
         }
         let mut state = self.context.state.lock();
@@ -222,12 +203,6 @@ impl Engine {
             state.take_packet(header, payload, now);
         }
     }
-}
-
-fn drain(fd: RawFd) {
-    let mut buffer = MaybeUninit::<[u8; 4096]>::uninit();
-    // SAFETY: writable for its length; non-blocking, so it ends when there is nothing left.
-    while unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), 4096) } > 0 {}
 }
 
 /// Takes packets that have been in the network for long enough.

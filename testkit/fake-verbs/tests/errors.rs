@@ -1,8 +1,10 @@
 //! What goes wrong on a connection, and how it is told.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load, peek};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, keys, load, peek};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 
@@ -38,13 +40,11 @@ impl Set {
     }
 
     fn lkey(&self) -> u32 {
-        // SAFETY: a live region.
-        unsafe { (*self.from).lkey }
+        keys(self.from).0
     }
 
     fn rkey(&self) -> u32 {
-        // SAFETY: a live region.
-        unsafe { (*self.to).rkey }
+        keys(self.to).1
     }
 
     /// A write of `length` bytes to the start of the target.
@@ -72,12 +72,10 @@ fn a_wrong_remote_key_bound_or_right_is_an_access_error_and_flushes_the_rest() {
     good.remote += 99_500;
     let beyond = good.clone();
     let mut with_local_key = set.write(2, 1000);
-    // SAFETY: a live region.
-    with_local_key.key = unsafe { (*set.to).lkey };
-    // SAFETY: a live region.
+    with_local_key.key = keys(set.to).0;
     let right = Request {
         remote: unwritable.as_ptr() as u64,
-        key: unsafe { (*read_only).rkey },
+        key: keys(read_only).1,
         ..set.write(2, 100)
     };
     let before = Request {
@@ -118,16 +116,13 @@ fn a_key_is_stale_after_deregistering_and_of_no_use_in_another_domain() {
     let set = Set::new(&[]);
     let mut old = vec![0u8; 4096];
     let mr = set.b.register(&mut old, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let stale = unsafe { (*mr).rkey };
+    let stale = keys(mr).1;
     set.b.deregister(mr);
     let mr = set.b.register(&mut old, ALL_RIGHTS);
-    // SAFETY: a live region.
-    assert_ne!(unsafe { (*mr).rkey }, stale);
+    assert_ne!(keys(mr).1, stale);
     let elsewhere = Device::open(&load(&set.fabric), "fake1");
     let foreign = elsewhere.register(&mut old, ALL_RIGHTS);
-    // SAFETY: a live region.
-    for key in [stale, unsafe { (*foreign).rkey } ^ 0x0100] {
+    for key in [stale, keys(foreign).1 ^ 0x0100] {
         let (left, _right) = Pair::connected(&set.a, &set.b, Options::default());
         left.post(&[Request {
             key,
@@ -311,8 +306,7 @@ fn more_reads_than_agreed_are_an_invalid_request() {
     modest.connect(greedy.number(), set.a.gid(1));
     let mut back = vec![0u8; 100_000];
     let home = set.a.register(&mut back, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let key = unsafe { (*home).lkey };
+    let key = keys(home).0;
     let reads: Vec<_> = (0..4)
         .map(|id| Request::read(id, &mut back, key, set.target.as_ptr() as u64, set.rkey()))
         .collect();

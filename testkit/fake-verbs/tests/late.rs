@@ -1,10 +1,12 @@
 //! Bytes that were accepted and acknowledged, and are not in memory yet.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
 use std::time::Duration;
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load, peek};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, keys, load, peek};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 
@@ -18,8 +20,7 @@ fn late_write(fabric: &FakeFabric, target: &mut [u8]) -> (Device, Device, Pair, 
     let source = Box::leak(vec![3u8; SIZE].into_boxed_slice());
     let from = a.register(source, ALL_RIGHTS);
     let to = b.register(target, ALL_RIGHTS);
-    // SAFETY: live regions.
-    let (lkey, rkey) = unsafe { ((*from).lkey, (*to).rkey) };
+    let (lkey, rkey) = (keys(from).0, keys(to).1);
     left.post(&[Request::write(1, source, lkey, target.as_ptr() as u64, rkey)]);
     assert_eq!(a.wait(1)[0].status, sys::IBV_WC_SUCCESS);
     assert_eq!(peek(target, 0), 0, "acknowledged, not placed");
@@ -52,8 +53,7 @@ fn a_loopback_read_on_the_device_forces_them_in() {
     own.connect(own.number(), b.gid(1));
     let mut scrap = vec![0u8; 8];
     let home = b.register(&mut scrap, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let key = unsafe { (*home).lkey };
+    let key = keys(home).0;
     own.post(&[Request::read(9, &mut scrap, key, target.as_ptr() as u64, rkey)]);
     assert_eq!(b.wait(1)[0].status, sys::IBV_WC_SUCCESS);
     assert_eq!(target, vec![3; SIZE]);
@@ -73,8 +73,7 @@ fn with_flush_scope_region_a_read_of_another_region_is_not_enough() {
     own.connect(own.number(), b.gid(1));
     let mut scrap = vec![0u8; 8];
     let home = b.register(&mut scrap, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let (lkey, other_rkey) = unsafe { ((*home).lkey, (*home).rkey) };
+    let (lkey, other_rkey) = keys(home);
     let scrap_address = scrap.as_ptr() as u64;
     own.post(&[Request::read(9, &mut scrap, lkey, scrap_address, other_rkey)]);
     assert_eq!(b.wait(1)[0].status, sys::IBV_WC_SUCCESS);
@@ -104,8 +103,7 @@ fn deregistering_places_them_first_so_that_nothing_is_written_afterwards() {
     let mut source = vec![3u8; 1000];
     let mut target = vec![0u8; 1000];
     let (from, to) = (a.register(&mut source, ALL_RIGHTS), b.register(&mut target, ALL_RIGHTS));
-    // SAFETY: live regions.
-    let (lkey, rkey) = unsafe { ((*from).lkey, (*to).rkey) };
+    let (lkey, rkey) = (keys(from).0, keys(to).1);
     left.post(&[Request::write(1, &source, lkey, target.as_ptr() as u64, rkey)]);
     a.wait(1);
     b.deregister(to);

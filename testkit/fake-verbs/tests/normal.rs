@@ -1,8 +1,10 @@
 //! Reliable connections as they are meant to be.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load, peek};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, keys, load, peek};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 
@@ -18,8 +20,7 @@ fn a_write_an_immediate_and_a_read_between_two_devices() {
     let from = a.register(&mut source, ALL_RIGHTS);
     let to = b.register(&mut target, ALL_RIGHTS);
     let home = a.register(&mut back, ALL_RIGHTS);
-    // SAFETY: live regions.
-    let (lkey, rkey, home_key) = unsafe { ((*from).lkey, (*to).rkey, (*home).lkey) };
+    let (lkey, rkey, home_key) = (keys(from).0, keys(to).1, keys(home).0);
     assert_eq!(right.post_receives(100, 2), 0);
     let mut write = Request::write(1, &source, lkey, target.as_ptr() as u64, rkey).unsignalled();
     // In pieces, of which one is empty.
@@ -37,10 +38,8 @@ fn a_write_an_immediate_and_a_read_between_two_devices() {
         (100, sys::IBV_WC_RECV_RDMA_WITH_IMM)
     );
     // SAFETY: with an immediate.
-    assert_eq!(
-        unsafe { u32::from_be(received[0].__bindgen_anon_1.imm_data) },
-        0xabcd_1234
-    );
+    let immediate = unsafe { u32::from_be(received[0].__bindgen_anon_1.imm_data) };
+    assert_eq!(immediate, 0xabcd_1234);
     assert_eq!(received[0].wc_flags & sys::IBV_WC_WITH_IMM, sys::IBV_WC_WITH_IMM);
     assert_eq!(source, target);
     left.post(&[Request::read(3, &mut back, home_key, target.as_ptr() as u64, rkey)]);
@@ -87,8 +86,7 @@ fn many_writes_and_reads_mixed_under_loss_and_shuffling_arrive_intact() {
     let from = a.register(&mut source, ALL_RIGHTS);
     let to = b.register(&mut target, ALL_RIGHTS);
     let home = a.register(&mut back, ALL_RIGHTS);
-    // SAFETY: live regions.
-    let (lkey, rkey, home_key) = unsafe { ((*from).lkey, (*to).rkey, (*home).lkey) };
+    let (lkey, rkey, home_key) = (keys(from).0, keys(to).1, keys(home).0);
     for (index, (left, right)) in pairs.iter().enumerate() {
         assert_eq!(right.post_receives(0, COUNT as u64), 0);
         let mut requests = Vec::new();
@@ -119,8 +117,7 @@ fn a_connection_of_a_device_to_itself() {
     own.connect(own.number(), a.gid(1));
     let mut memory = vec![7u8; 200_000];
     let mr = a.register(&mut memory, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let (lkey, rkey) = unsafe { ((*mr).lkey, (*mr).rkey) };
+    let (lkey, rkey) = keys(mr);
     let half = memory.as_ptr() as u64 + 100_000;
     memory[100_000..].fill(9);
     let request = Request {

@@ -1,11 +1,13 @@
 //! Devices, ports, limits, the state machine, events and misuse.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
 use std::os::fd::AsRawFd;
 use std::time::Duration;
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load, peek};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, keys, load, peek};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 
@@ -264,10 +266,8 @@ fn completion_channels_tell_once_for_each_arming() {
     assert_eq!(unsafe { libc::fcntl(fd, libc::F_SETFL, libc::O_NONBLOCK) }, 0);
     let (mut cq, mut own) = (std::ptr::null_mut(), std::ptr::null_mut());
     // SAFETY: as above.
-    assert_eq!(
-        unsafe { verbs.ibv_get_cq_event(a.channel, &raw mut cq, &raw mut own) },
-        -1
-    );
+    let answer = unsafe { verbs.ibv_get_cq_event(a.channel, &raw mut cq, &raw mut own) };
+    assert_eq!(answer, -1);
     assert_eq!(std::io::Error::last_os_error().raw_os_error(), Some(libc::EAGAIN));
     assert_eq!(right.post_receives(1, 3), 0);
     left.post(&[Request::immediate(1, 0)]);
@@ -331,7 +331,23 @@ fn verbs_fail_as_often_as_they_are_told_to() {
     for _ in 0..2 {
         assert_eq!(own.try_post(std::slice::from_ref(&write)), (libc::ENOMEM, 0));
     }
+    fabric.set_now("fake0", "fail", "post_send.one:EINVAL:1:2").unwrap();
+    assert_eq!(own.try_post(&vec![write.clone(); 4]), (libc::EINVAL, 2));
     own.post(&[write]);
+}
+
+#[test]
+fn a_library_can_lack_symbols() {
+    let fabric = FakeFabric::new().unwrap();
+    let path = fabric
+        .library_without(&["ibv_reg_dmabuf_mr", "_ibv_query_gid_ex"])
+        .unwrap();
+    // SAFETY: a library made to be loaded.
+    let verbs = unsafe { sys::Libibverbs::new(path) }.unwrap();
+    assert!(verbs.ibv_reg_dmabuf_mr.is_err() && verbs._ibv_query_gid_ex.is_err());
+    let device = Device::open(&std::sync::Arc::new(verbs), "fake1");
+    assert_eq!(device.gid(1)[15], 2);
+    assert!(fabric.library_without(&["ibv_dance"]).is_err());
 }
 
 #[test]
@@ -406,8 +422,7 @@ fn registering_has_limits_and_a_dmabuf_needs_the_key() {
     let mut source = vec![5u8; 1000];
     fabric.set_now("fake0", "memlock_bytes", "20000").unwrap();
     let from = a.register(&mut source, ALL_RIGHTS);
-    // SAFETY: live regions.
-    let (lkey, rkey) = unsafe { ((*from).lkey, (*mr).rkey) };
+    let (lkey, rkey) = (keys(from).0, keys(mr).1);
     left.post(&[Request::write(1, &source, lkey, 0x7000_0064 + 9000, rkey)]);
     assert_eq!(a.wait(1)[0].status, sys::IBV_WC_SUCCESS);
     let mut content = vec![0u8; 32_768];
@@ -436,8 +451,7 @@ fn instant_mode_completes_inside_post_and_copies_nothing() {
     let mut target = vec![0u8; 4096];
     let source = vec![1u8; 4096];
     let to = b.register(&mut target, ALL_RIGHTS);
-    // SAFETY: a live region.
-    let rkey = unsafe { (*to).rkey };
+    let rkey = keys(to).1;
     let write = Request::write(1, &source, 0, target.as_ptr() as u64, rkey).unsignalled();
     left.post(&[write.clone(), write.clone(), Request::immediate(2, 3)]);
     assert_eq!(a.poll().len(), 1);
@@ -474,8 +488,7 @@ fn bandwidth_and_latency_are_kept() {
     let mut memory = vec![0u8; 5_000_000];
     let mut target = vec![0u8; 5_000_000];
     let (from, to) = (a.register(&mut memory, ALL_RIGHTS), b.register(&mut target, ALL_RIGHTS));
-    // SAFETY: live regions.
-    let (lkey, rkey) = unsafe { ((*from).lkey, (*to).rkey) };
+    let (lkey, rkey) = (keys(from).0, keys(to).1);
     let start = std::time::Instant::now();
     left.post(&[Request::write(1, &memory, lkey, target.as_ptr() as u64, rkey)]);
     a.wait(1);

@@ -1,12 +1,14 @@
 //! Devices of several processes: the configuration, throughput, and processes that are killed or stopped.
 
+#![allow(clippy::unwrap_used, clippy::print_stdout)]
+
 mod common;
 
 use std::io::BufRead;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use common::{ALL_RIGHTS, Device, Options, Pair, Request, eventually, load};
+use common::{ALL_RIGHTS, Device, Options, Pair, Request, keys, load};
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys;
 use kvxfer_testkit::process::{ChildProcess, role};
@@ -26,10 +28,7 @@ fn child_main() {
     let mut memory = vec![0u8; SIZE];
     let mr = device.register(&mut memory, ALL_RIGHTS);
     let pair = Pair::new(&device, Options::default());
-    // SAFETY: a live region.
-    println!("here {} {} {}", pair.number(), memory.as_ptr() as u64, unsafe {
-        (*mr).rkey
-    });
+    println!("here {} {} {}", pair.number(), memory.as_ptr() as u64, keys(mr).1);
     for line in std::io::stdin().lock().lines() {
         let line = line.unwrap();
         let words: Vec<&str> = line.split(' ').collect();
@@ -83,8 +82,7 @@ impl Run {
         pair.connect(words[0] as u32, gid);
         child.say(&format!("connect {}", pair.number())).unwrap();
         child.expect_line("connected", Duration::from_secs(20)).unwrap();
-        // SAFETY: a live region.
-        let lkey = unsafe { (*mr).lkey };
+        let lkey = keys(mr).0;
         Run {
             fabric,
             child,
@@ -145,12 +143,16 @@ fn a_write_reaches_another_process_fast_enough() {
 #[test]
 fn the_configuration_reaches_all_processes() {
     let mut run = Run::new(Options::default());
-    run.fabric.set("*", "port_state", "down").unwrap();
+    run.fabric.set_everywhere("*", "port_state", "down").unwrap();
     assert_eq!(run.device.event(), Some(sys::IBV_EVENT_PORT_ERR));
-    eventually("the other process knows", || {
-        run.child.say("port").unwrap();
-        run.child.expect_line("port", Duration::from_secs(5)).unwrap() == format!("port {}", sys::IBV_PORT_DOWN)
-    });
+    run.child.say("port").unwrap();
+    let line = run.child.expect_line("port", Duration::from_secs(5)).unwrap();
+    assert_eq!(line, format!("port {}", sys::IBV_PORT_DOWN));
+    run.child.stop().unwrap();
+    let late = run.fabric.set_everywhere("*", "port_state", "active").unwrap_err();
+    assert_eq!(late.kind(), std::io::ErrorKind::TimedOut);
+    run.child.kill();
+    run.fabric.set_everywhere("*", "port_state", "down").unwrap();
 }
 
 #[test]

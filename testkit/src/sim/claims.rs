@@ -168,7 +168,7 @@ impl World {
         };
         record.ending = true;
         // From now on the end must come within the fence limit.
-        let limit = self.now + self.profile.machine.fence_limit + Duration::from_millis(1);
+        let limit = self.now + self.profile.fence_limit() + Duration::from_millis(1);
         self.trace(|| format!("node {node} ends #{serial} early: {how:?}"));
         let source = self.ledger[serial as usize].is_source();
         match how {

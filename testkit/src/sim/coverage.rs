@@ -146,6 +146,46 @@ points! {
     EndedMidway = "sources ended in the middle of a chunk",
     /// A state block was handed over.
     StateBlock = "state blocks handed over",
+    /// A lane between two devices came up.
+    DirectLane = "one-sided lanes made",
+    /// A slot was admitted to its writer's device.
+    Admitted = "slots admitted to a device",
+    /// An immediate overtook the message that says what it closes.
+    ImmediateFirst = "immediates before their message",
+    /// A writer was told to stop.
+    Revoked = "slots revoked",
+    /// A writer was told to stop with writes outstanding.
+    RevokedInFlight = "slots revoked with writes outstanding",
+    /// When a writer said that it had stopped, bytes were on their way to memory.
+    RevokedFlushed = "revocations that waited for memory",
+    /// A writer did not say that it had stopped.
+    RevokeUnanswered = "revocations without an answer",
+    /// Slots were quiet because all lanes to their writer were fenced.
+    RevokeFenced = "slots fenced by their lanes",
+    /// A device dropped what came for a queue pair that had failed.
+    WriteDropped = "writes dropped by a fenced lane",
+    /// Bytes landed after their queue pair had failed.
+    LandedLate = "bytes landed late",
+    /// A device read a chunk into this endpoint's memory.
+    DirectRead = "chunks read by a device",
+    /// A read was outstanding when its lane was lost.
+    DirectReadLost = "reads outstanding on a lost lane",
+    /// A device read blocks that were somebody else's by then.
+    ReadTooLate = "reads of blocks taken back",
+    /// A lane between two devices was lost.
+    DirectLaneLost = "one-sided lanes lost",
+    /// A written chunk in doubt turned out to be applied.
+    DirectInDoubtApplied = "written chunks in doubt found applied",
+    /// A written chunk in doubt was written again.
+    DirectInDoubtResent = "written chunks in doubt written again",
+    /// A device failed.
+    DeviceFailed = "devices failed",
+    /// A device failed with work outstanding.
+    DeviceFailedInFlight = "devices failed with work outstanding",
+    /// A link could not be made with a device.
+    DeviceUnusable = "devices that could not be used",
+    /// A link fell back to another transport.
+    FellBack = "links fallen back to another transport",
 }
 
 /// Which points a run reached.

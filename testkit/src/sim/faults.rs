@@ -9,6 +9,7 @@ use kvxfer_core::wire::{EndpointAddress, RankCoordinates};
 use kvxfer_core::{Incarnation, PoolId, Result};
 
 use super::coverage::Point;
+use super::direct::{DIRECT, DeviceEvent, keys_of};
 use super::memory::SimPool;
 use super::world::{Body, Check, Event, Fault, NodeIndex, World};
 use std::sync::Arc;
@@ -37,11 +38,7 @@ impl World {
             },
             incarnation,
             address: address.clone(),
-            transports: vec![TransportOffer {
-                name: "sim".into(),
-                advert: vec![1, 2, 3],
-                one_sided: false,
-            }],
+            transports: self.transports(),
             slots: Arc::clone(&slots),
             seed: self.rng.next_u128(),
         });
@@ -55,7 +52,7 @@ impl World {
                 regions: Arc::clone(&pool.regions),
                 serves: true,
                 receives: true,
-                keys: Vec::new(),
+                keys: self.keys(node, pool.id),
             },
         )?;
         self.incarnations.insert((node, self.nodes[node].life), incarnation);
@@ -65,8 +62,34 @@ impl World {
         Ok(())
     }
 
+    fn transports(&self) -> Vec<TransportOffer> {
+        let offer = |name: &str, one_sided| TransportOffer {
+            name: name.into(),
+            advert: vec![1, 2, 3],
+            one_sided,
+        };
+        let direct = self.profile.one_sided.then(|| offer(DIRECT, true));
+        direct.into_iter().chain([offer("sim", false)]).collect()
+    }
+
+    /// What a process's device says of a pool.
+    pub(crate) fn keys(&self, node: NodeIndex, pool: PoolId) -> Vec<(String, Vec<u8>)> {
+        let keys = keys_of(node, self.nodes[node].life, pool);
+        self.profile
+            .one_sided
+            .then(|| (DIRECT.to_string(), keys))
+            .into_iter()
+            .collect()
+    }
+
     pub(crate) fn plan_faults(&mut self) {
         let nodes = self.nodes.len() as u64;
+        for _ in 0..self.profile.device_failures {
+            let node = self.rng.below(nodes) as usize;
+            let at = self.now + self.within_span();
+            self.queue
+                .push(at, Event::Device(Box::new(DeviceEvent::DeviceFails { node })));
+        }
         for _ in 0..self.profile.stalls {
             let node = self.rng.below(nodes) as usize;
             let at = self.now + self.within_span();
@@ -157,6 +180,7 @@ impl World {
         self.coverage.reach(Point::Crashed);
         self.kill_connections(node, told);
         self.kill_lanes(node, told);
+        self.kill_devices(node);
         self.expect_death_reports(node, incarnation);
         self.end_process(node);
     }
@@ -200,7 +224,7 @@ impl World {
         self.trace(|| format!("node {node} shuts down"));
         self.with_machine(node, |machine, now| machine.shutdown(now));
         // Everything it has open ends within the fence limit.
-        let limit = self.now + self.profile.machine.fence_limit + Duration::from_millis(200);
+        let limit = self.now + self.profile.fence_limit() + Duration::from_millis(200);
         for serial in 1..self.ledger.len() {
             let life = self.nodes[node].life;
             let record = &mut self.ledger[serial];

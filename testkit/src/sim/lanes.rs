@@ -4,13 +4,14 @@
 use std::collections::{BTreeMap, VecDeque};
 use std::time::Duration;
 
-use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender, SendEvent, TransferId};
+use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, LinkSender, SendEvent, SendSpec, TransferId};
 use kvxfer_core::machine::LinkCommand;
 use kvxfer_core::transport::{LinkEvent, LinkPeer};
 use kvxfer_core::wire::lane::LaneHello;
 use kvxfer_core::{Error, ErrorKind, Incarnation};
 
 use super::coverage::Point;
+use super::direct::{DIRECT, Direct};
 use super::queue::Pipe;
 use super::transmit::{Call, Item, Receiving, Sending};
 use super::world::{Event, Life, NodeIndex, World};
@@ -24,16 +25,18 @@ pub(crate) struct Link {
     pub(crate) life: Life,
     pub(crate) peer: LinkPeer,
     pub(crate) sender: LinkSender,
+    /// If it is one-sided: then it has queue pairs, and no connections.
+    pub(crate) direct: Option<Direct>,
     /// The connection of each lane, while there is one at this side.
     pub(crate) lanes: Vec<Option<LaneIndex>>,
     /// Highest epoch dialed, accepted or fenced, by lane.
-    epochs: Vec<u32>,
+    pub(crate) epochs: Vec<u32>,
     /// Chunks of lost lanes that the receiver has not fenced yet.
     pub(crate) doubts: BTreeMap<LaneName, Vec<ChunkName>>,
     attempts: u32,
-    up_reported: bool,
+    pub(crate) up_reported: bool,
     pub(crate) closed: bool,
-    closed_reported: bool,
+    pub(crate) closed_reported: bool,
 }
 
 /// One connection of a lane, with what is under way on it.
@@ -88,8 +91,16 @@ impl LaneEnd {
 }
 
 impl World {
-    pub(crate) fn connect_link(&mut self, node: NodeIndex, peer: LinkPeer) {
+    pub(crate) fn connect_link(&mut self, node: NodeIndex, transport: &str, peer: LinkPeer) {
         let lanes = self.profile.lanes;
+        let one_sided = transport == DIRECT;
+        if one_sided && self.rng.percent(self.profile.unusable_device_percent) {
+            self.coverage.reach(Point::DeviceUnusable);
+            let error = Error::new(ErrorKind::Unsupported, "the device").because("it has no port that is up");
+            let incarnation = peer.incarnation;
+            self.with_machine(node, |machine, now| machine.link_failed(now, incarnation, error));
+            return;
+        }
         let life = self.nodes[node].life;
         let Some(body) = self.nodes[node].body.as_mut() else {
             return;
@@ -110,7 +121,8 @@ impl World {
             life,
             peer,
             sender: LinkSender::new(self.profile.sender.clone()).with_chunk_bytes_max(self.profile.chunk_bytes_max),
-            lanes: vec![None; lanes as usize],
+            direct: one_sided.then(|| Direct::new(lanes)),
+            lanes: vec![None; if one_sided { 0 } else { lanes as usize }],
             epochs: vec![0; lanes as usize],
             doubts: BTreeMap::new(),
             attempts: 0,
@@ -118,7 +130,9 @@ impl World {
             closed: false,
             closed_reported: false,
         });
-        if dials {
+        if one_sided {
+            self.connect_direct(link);
+        } else if dials {
             for index in 0..lanes {
                 let at = self.now + self.short_delay();
                 self.queue.push(at, Event::LaneDial { link, index });
@@ -464,14 +478,13 @@ impl World {
             }
             return;
         };
+        let Some(command) = self.direct_command(link, command) else {
+            self.drain_sender(link);
+            self.wake_link(link);
+            return;
+        };
         match command {
-            LinkCommand::Submit(spec) => {
-                let id = spec.id;
-                self.note_submit(link, &spec);
-                if let Err(error) = self.links[link].sender.submit(spec) {
-                    self.with_machine(node, |machine, now| machine.submit_failed(now, peer, id, error));
-                }
-            }
+            LinkCommand::Submit(spec) => self.submit_to_sender(link, spec),
             LinkCommand::AddPart(id, part) => {
                 self.note_part(link, id, part.stream.length());
                 self.links[link].sender.add_part(id, part);
@@ -489,6 +502,7 @@ impl World {
                 let now = self.now;
                 self.links[link].doubts.remove(&lane);
                 self.links[link].sender.lane_fenced(lane, &chunks, now);
+                self.answer_revocations(link);
             }
             LinkCommand::Admit(..) | LinkCommand::Revoke(..) | LinkCommand::Message(_) => {}
         }
@@ -496,7 +510,23 @@ impl World {
         self.wake_link(link);
     }
 
+    pub(crate) fn submit_to_sender(&mut self, link: LinkIndex, spec: SendSpec) {
+        let (id, node, peer) = (spec.id, self.links[link].node, self.links[link].peer.incarnation);
+        self.note_submit(link, &spec);
+        if let Err(error) = self.links[link].sender.submit(spec) {
+            self.with_machine(node, |machine, now| machine.submit_failed(now, peer, id, error));
+        }
+    }
+
     pub(crate) fn close_link(&mut self, node: NodeIndex, peer: Incarnation) {
+        let known = self.nodes[node]
+            .body
+            .as_ref()
+            .and_then(|body| body.links.get(&peer).copied());
+        if let Some(link) = known.filter(|link| self.links[*link].direct.is_some()) {
+            self.close_direct(link);
+            return;
+        }
         let link = self.nodes[node].body.as_mut().and_then(|body| body.links.remove(&peer));
         let Some(link) = link else {
             // Nothing of it touches blocks: there is none.
@@ -552,6 +582,7 @@ impl World {
     }
 
     pub(crate) fn wake_link(&mut self, link: LinkIndex) {
+        self.wake_direct(link);
         for lane in self.links[link].lanes.clone().into_iter().flatten() {
             let end = self.end_of(lane, link);
             if self.lanes[lane].ends[end].up && self.links[link].sender.has_work(self.lanes[lane].name.index) {
@@ -597,6 +628,12 @@ impl World {
     /// Hands the sender's events to the control plane.
     pub(crate) fn drain_sender(&mut self, link: LinkIndex) {
         while let Some(event) = self.links[link].sender.poll_event() {
+            if let SendEvent::Quiet(id) = event
+                && self.is_posted(link, id)
+            {
+                let words = format!("{id:?} is said to be quiet while a device has work of it");
+                self.fail("3 no false read", words);
+            }
             if let SendEvent::Quiet(id) = event
                 && let Some(lane) = self.lane_that_sends(link, id)
             {

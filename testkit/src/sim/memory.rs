@@ -214,6 +214,57 @@ impl World {
         (bytes, stamps)
     }
 
+    /// What a device of another endpoint reads here, which nobody can keep it from.
+    pub(crate) fn look_at_source(
+        &mut self,
+        node: NodeIndex,
+        stream: &dyn ByteStream,
+        regions: &Arc<[Arc<Region>]>,
+        offset: u64,
+        length: u64,
+    ) -> (Vec<u8>, Vec<Stamp>) {
+        let (mut bytes, mut stamps) = (Vec::new(), Vec::new());
+        let pool = self.pool_of(node, regions);
+        let (Some(pool), Some(body)) = (pool, self.nodes[node].body.as_ref()) else {
+            return (bytes, stamps);
+        };
+        let pool = &body.pools[pool];
+        for segment in segments_of(stream, offset, length) {
+            let (region, start, count) = (
+                segment.region as usize,
+                segment.offset as usize,
+                segment.length as usize,
+            );
+            let before = bytes.len();
+            bytes.resize(before + count, 0);
+            if pool.regions[region]
+                .copy_out(segment.offset, &mut bytes[before..])
+                .is_err()
+            {
+                bytes.truncate(before);
+                break;
+            }
+            stamps.extend_from_slice(&pool.stamp[region][start..start + count]);
+        }
+        (bytes, stamps)
+    }
+
+    /// Whom the blocks belong to where this byte of a stream goes.
+    pub(crate) fn owner_of_stream(
+        &self,
+        node: NodeIndex,
+        stream: &dyn ByteStream,
+        regions: &Arc<[Arc<Region>]>,
+        offset: u64,
+    ) -> Option<Serial> {
+        let pool = self.pool_of(node, regions)?;
+        let segment = *segments_of(stream, offset, 1).first()?;
+        let body = self.nodes[node].body.as_ref()?;
+        body.pools[pool].owner[segment.region as usize]
+            .get(segment.offset as usize)
+            .copied()
+    }
+
     /// What a call places, checked: only bytes of open destinations, only from the sources they are for.
     pub(crate) fn write_destination(
         &mut self,

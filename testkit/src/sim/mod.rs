@@ -7,6 +7,7 @@
 
 mod claims;
 mod coverage;
+mod direct;
 mod faults;
 mod lanes;
 mod ledger;
@@ -93,6 +94,8 @@ fn new_world(seed: u64, trace: bool) -> World {
         connections: Vec::new(),
         links: Vec::new(),
         lanes: Vec::new(),
+        qps: Vec::new(),
+        words: Vec::new(),
         ledger: vec![nobody()],
         stamps: vec![StampOf { serial: 0, attempt: 0 }],
         workload: workload::Workload::default(),

@@ -387,6 +387,16 @@ impl World {
                 self.coverage.reach(Point::PeerLost);
                 self.oracle.sessions.insert(key, Session { lost: Some(self.now) });
             }
+            PeerChange::Path {
+                transport: Some(transport),
+                refused,
+            } if refused.iter().any(|(name, _)| name == super::direct::DIRECT) => {
+                self.coverage.reach(Point::FellBack);
+                if transport == super::direct::DIRECT {
+                    let words = format!("node {node} takes a transport that it says failed");
+                    self.fail("4 nothing silent", words);
+                }
+            }
             _ => {}
         }
     }

@@ -71,6 +71,14 @@ pub(crate) struct Profile {
     pub(crate) drains: usize,
     pub(crate) tight_limits: bool,
     pub(crate) short_deadlines: bool,
+    /// Endpoints have a device that reaches others' memory, before the transport that does not.
+    pub(crate) one_sided: bool,
+    /// Of a hundred writes: those that land late.
+    pub(crate) late_percent: u64,
+    /// Devices that fail.
+    pub(crate) device_failures: usize,
+    /// Of a hundred links: those that cannot be made with the device.
+    pub(crate) unusable_device_percent: u64,
 }
 
 impl Profile {
@@ -147,12 +155,25 @@ impl Profile {
             drains: if_else(applications && rng.percent(15), 1, 0) as usize,
             tight_limits,
             short_deadlines: applications && rng.percent(40),
+            one_sided: rng.percent(50),
+            late_percent: *rng.pick(&[0, 5, 40]).unwrap_or(&5),
+            device_failures: if_else(rng.percent(25), 1, 0) as usize,
+            unusable_device_percent: if_else(rng.percent(15), 30, 0),
         }
     }
 
     /// Whether nothing happens that could end a hand-over badly.
     pub(crate) fn must_arrive(&self) -> bool {
         matches!(self.weather, Weather::Clear | Weather::Network)
+    }
+
+    /// How long a fence may take.
+    pub(crate) fn fence_limit(&self) -> Duration {
+        if self.one_sided {
+            self.machine.fence_limit.max(self.machine.liveness)
+        } else {
+            self.machine.fence_limit
+        }
     }
 
     pub(crate) fn nodes(&self) -> usize {

@@ -422,6 +422,7 @@ impl World {
             body.pools.push(pool);
         }
         self.coverage.reach(Point::PoolAdded);
+        let keys = self.keys(node, id);
         let added = self.with_machine(node, |machine, now| {
             machine.add_pool(
                 now,
@@ -431,7 +432,7 @@ impl World {
                     regions,
                     serves: true,
                     receives: true,
-                    keys: Vec::new(),
+                    keys,
                 },
             )
         });

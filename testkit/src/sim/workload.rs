@@ -309,7 +309,7 @@ impl World {
         } else {
             Duration::ZERO
         };
-        let must_end = self.now + limit + self.profile.machine.fence_limit + asking + Duration::from_millis(20);
+        let must_end = self.now + limit + self.profile.fence_limit() + asking + Duration::from_millis(20);
         self.ledger.push(Record {
             node,
             life: self.nodes[node].life,

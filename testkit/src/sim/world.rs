@@ -13,6 +13,7 @@ use kvxfer_core::{Error, Incarnation, Time};
 use parking_lot::Mutex;
 
 use super::coverage::Coverage;
+use super::direct::{DeviceEvent, QueuePair, Words};
 use super::lanes::{Lane, LaneIndex, Link, LinkIndex};
 use super::ledger::{Record, Serial};
 use super::memory::{SimPool, Stamp, StampOf, seconds};
@@ -106,6 +107,7 @@ pub(crate) enum Event {
         end: usize,
         why: Error,
     },
+    Device(Box<DeviceEvent>),
     App {
         node: NodeIndex,
         life: Life,
@@ -265,6 +267,9 @@ pub(crate) struct World {
     pub(crate) connections: Vec<Connection>,
     pub(crate) links: Vec<Link>,
     pub(crate) lanes: Vec<Lane>,
+    pub(crate) qps: Vec<QueuePair>,
+    /// What the ends of one-sided links have said.
+    pub(crate) words: Vec<Words>,
     pub(crate) ledger: Vec<Record>,
     pub(crate) stamps: Vec<StampOf>,
     pub(crate) workload: Workload,
@@ -340,6 +345,7 @@ impl World {
             Event::LaneCallEnds { lane, end } => self.lane_call_ends(lane, end),
             Event::LaneBreaks { lane } => self.lane_breaks(lane),
             Event::LaneBroken { lane, end, why } => self.lane_broken(lane, end, why),
+            Event::Device(event) => self.device(*event),
             Event::App { node, event, .. } => self.app(node, event),
             Event::Fault(fault) => self.fault(fault),
             Event::Check(check) => self.check(check),
@@ -372,6 +378,7 @@ impl World {
             Event::LaneStep { lane, end, .. }
             | Event::LaneCallEnds { lane, end }
             | Event::LaneBroken { lane, end, .. } => of_lane(*lane, *end),
+            Event::Device(event) => self.owner_of_device_event(event),
             Event::DialArrives { .. }
             | Event::ConnectionBreaks { .. }
             | Event::LaneBreaks { .. }
@@ -427,7 +434,7 @@ impl World {
             } => self.dial(node, connection, &addresses, deadline),
             Action::Send { connection, frame } => self.send_frame(node, connection, frame),
             Action::Disconnect { connection } => self.disconnect(node, connection),
-            Action::ConnectLink { peer, .. } => self.connect_link(node, peer),
+            Action::ConnectLink { transport, peer } => self.connect_link(node, &transport, peer),
             Action::CloseLink { peer } => self.close_link(node, peer),
             Action::Link { peer, command } => self.link_command(node, peer, command),
             Action::Complete { handle, result } => self.completed(node, handle, result),

@@ -147,10 +147,11 @@ impl Machine {
         let Some(link) = self.links.get(&incarnation) else {
             return;
         };
-        if link.closing && !link.failed {
-            // It was given up meanwhile.
+        let (given_up, busy) = (link.closing && !link.failed, error.kind() == ErrorKind::Busy);
+        self.take_back_commands(incarnation, busy);
+        if given_up {
             self.link_closed(now, incarnation);
-        } else if error.kind() == ErrorKind::Busy {
+        } else if busy {
             // A limit clears by itself: the same transport is tried again.
             self.links.remove(&incarnation);
             if let Some(peer) = self.peers.get_mut(&incarnation) {
@@ -167,6 +168,29 @@ impl Machine {
             self.link_closed(now, incarnation);
         }
         self.look_at_fences(now);
+    }
+
+    /// What was said to a link that was never made must not reach the next one. What the peer is owed by any link of the
+    /// same transport is kept for it.
+    fn take_back_commands(&mut self, incarnation: Incarnation, keep: bool) {
+        for action in std::mem::take(&mut self.actions) {
+            match action {
+                Action::Link { peer, command } if peer == incarnation => {
+                    let Some(peer) = self.peers.get_mut(&peer).filter(|_| keep) else {
+                        continue;
+                    };
+                    match command {
+                        LinkCommand::FenceLane(lane, chunks) => peer.pending_fences.push((lane, chunks)),
+                        LinkCommand::Message(body) => {
+                            let transport = peer.transport.clone().unwrap_or_default();
+                            peer.pending_messages.push((transport, body));
+                        }
+                        _ => {}
+                    }
+                }
+                action => self.actions.push_back(action),
+            }
+        }
     }
 
     /// This end of the link cannot go on; it closes itself.

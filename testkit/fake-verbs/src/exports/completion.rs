@@ -52,6 +52,7 @@ pub unsafe extern "C" fn ibv_destroy_comp_channel(pointer: *mut ibv_comp_channel
         return libc::EBUSY;
     }
     fake.mark.destroy();
+    fake.channel.close();
     0
 }
 

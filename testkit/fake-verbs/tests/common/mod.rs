@@ -1,6 +1,6 @@
 //! Raw verbs for the tests of the fake: thin, panicking wrappers.
 
-#![allow(dead_code, missing_docs, unreachable_pub)]
+#![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
 use std::ffi::CStr;
 use std::sync::Arc;
@@ -10,6 +10,12 @@ use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::sys::{self, Libibverbs};
 
 pub const ALL_RIGHTS: u32 = sys::IBV_ACCESS_LOCAL_WRITE | sys::IBV_ACCESS_REMOTE_WRITE | sys::IBV_ACCESS_REMOTE_READ;
+
+/// A region's keys: local and remote.
+pub fn keys(mr: *mut sys::ibv_mr) -> (u32, u32) {
+    // SAFETY: tests ask about regions that live.
+    unsafe { ((*mr).lkey, (*mr).rkey) }
+}
 
 pub fn load(fabric: &FakeFabric) -> Arc<Libibverbs> {
     // SAFETY: a library made to be loaded.
@@ -77,10 +83,8 @@ impl Device {
     pub fn gid(&self, index: i32) -> [u8; 16] {
         let mut gid = sys::ibv_gid { raw: [0; 16] };
         // SAFETY: a live context.
-        assert_eq!(
-            unsafe { self.verbs.ibv_query_gid(self.context, 1, index, &raw mut gid) },
-            0
-        );
+        let answer = unsafe { self.verbs.ibv_query_gid(self.context, 1, index, &raw mut gid) };
+        assert_eq!(answer, 0);
         // SAFETY: every bit pattern is one.
         unsafe { gid.raw }
     }

@@ -1,10 +1,14 @@
 //! Two connected queue pairs on the first two usable ports (or twice on the only one).
 
 use std::cell::UnsafeCell;
+use std::path::PathBuf;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
+use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::gid::{PeerGid, choose};
 use kvxfer_rdma::probe::{Availability, ProbeOptions, probe};
+use kvxfer_rdma::topology::{interface_subnets, subnet_of};
 use kvxfer_rdma::verbs::{
     Access, Completion, CompletionBuffer, CompletionChannel, CompletionQueue, Context, GidEntry, InitState,
     MemoryRegion, PathAddress, PortAttributes, ProtectionDomain, QueuePair, QueuePairCapacity, ReceiveState, SendState,
@@ -21,10 +25,28 @@ pub(crate) struct Port {
     pub(crate) gids: Vec<GidEntry>,
 }
 
-/// The usable ports; empty, and a line that says why, if there are none.
+/// Whether the devices are the system's.
+pub(crate) fn are_real() -> bool {
+    std::env::var_os("SOFT_ROCE").is_some() || std::env::var_os("KVXFER_TEST_DEVICES").is_some()
+}
+
+/// The usable ports: on the system's devices if `KVXFER_TEST_DEVICES` names some (`rxe0,rxe1`) or this is a soft-RoCE
+/// guest, else of two fake devices. Empty, and a line that says why, if there are none.
 pub(crate) fn ports() -> Vec<Port> {
+    static FABRIC: OnceLock<FakeFabric> = OnceLock::new();
+    if !are_real() {
+        return ports_of(Some(FABRIC.get_or_init(|| FakeFabric::new().unwrap()).library_path()));
+    }
+    let mut ports = ports_of(None);
+    if let Ok(names) = std::env::var("KVXFER_TEST_DEVICES") {
+        ports.retain(|port| names.split(',').any(|name| name == port.context.name()));
+    }
+    ports
+}
+
+pub(crate) fn ports_of(library: Option<PathBuf>) -> Vec<Port> {
     let found = probe(&ProbeOptions {
-        library: std::env::var_os("KVXFER_RDMA_LIBRARY").map(Into::into),
+        library,
         ..ProbeOptions::default()
     });
     if let Some(error) = found.refusal() {
@@ -47,9 +69,17 @@ pub(crate) fn ports() -> Vec<Port> {
 
 /// Two ports that reach each other, or `None` if there is none at all.
 pub(crate) fn two_ports() -> Option<[Port; 2]> {
-    let ports = ports();
+    pair_of(ports())
+}
+
+pub(crate) fn pair_of(ports: Vec<Port>) -> Option<[Port; 2]> {
     let first = ports.first()?.clone();
-    let second = ports.get(1).unwrap_or(&first).clone();
+    // Another port on the first one's network, else any, else the same.
+    let networks = interface_subnets();
+    let network = |port: &Port| port.gids.iter().find_map(|gid| subnet_of(gid, &networks));
+    let others = || ports.iter().skip(1);
+    let near = others().find(|port| network(port).is_some() && network(port) == network(&first));
+    let second = near.or(others().next()).unwrap_or(&first).clone();
     Some([first, second])
 }
 
@@ -74,7 +104,11 @@ pub(crate) const CAPACITY: QueuePairCapacity = QueuePairCapacity {
 
 impl End {
     pub(crate) fn new(port: &Port) -> End {
-        let domain = ProtectionDomain::new(&port.context).unwrap();
+        End::in_domain(port, &ProtectionDomain::new(&port.context).unwrap())
+    }
+
+    pub(crate) fn in_domain(port: &Port, domain: &ProtectionDomain) -> End {
+        let domain = domain.clone();
         let channel = CompletionChannel::new(&port.context).unwrap();
         let sends = CompletionQueue::new(&port.context, 64, Some(&channel)).unwrap();
         let receives = CompletionQueue::new(&port.context, 64, Some(&channel)).unwrap();
@@ -165,7 +199,18 @@ impl End {
 
 /// Two ends that can send to each other.
 pub(crate) fn connected(ports: &[Port; 2]) -> [End; 2] {
-    let mut ends = [End::new(&ports[0]), End::new(&ports[1])];
+    connect([End::new(&ports[0]), End::new(&ports[1])], ports)
+}
+
+/// The same, both in one protection domain of their device.
+pub(crate) fn connected_in(domain: &ProtectionDomain, ports: &[Port; 2]) -> [End; 2] {
+    connect(
+        [End::in_domain(&ports[0], domain), End::in_domain(&ports[1], domain)],
+        ports,
+    )
+}
+
+fn connect(mut ends: [End; 2], ports: &[Port; 2]) -> [End; 2] {
     let psn = [0x12_3456, 0xff_fff0];
     for side in 0..2 {
         ends[side].aim(&ports[1 - side]);

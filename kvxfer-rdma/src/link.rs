@@ -64,6 +64,8 @@ struct Life {
     /// Rails that an engine looks after.
     attached: BTreeSet<u16>,
     failures: Vec<String>,
+    /// Rails whose device is gone for good.
+    dead: BTreeSet<u16>,
 }
 
 /// Queue pairs that exist, and who waits for which of them to be gone.
@@ -102,8 +104,17 @@ pub(crate) enum Mail {
     Message(LinkMessage),
     /// The peer asks for the fence of a lane.
     Fence(LaneName, Vec<ChunkName>),
+    /// The rail's device is to be flushed, for a slot that is written no more.
+    Flush(Arc<Flushing>),
     /// Give the rail's queue pair up, whatever its epoch.
     Fail(Error),
+}
+
+/// A slot whose writer has stopped, and how many devices are still to be flushed.
+#[derive(Debug)]
+pub(crate) struct Flushing {
+    slot: SlotUse,
+    devices_left: AtomicUsize,
 }
 
 impl LinkCore {
@@ -319,6 +330,17 @@ impl LinkCore {
         );
     }
 
+    /// A rail's device is gone for good. With the last of them the link has failed.
+    pub(crate) fn rail_dead(self: &Arc<Self>, rail: u16, error: &Error) {
+        let last = {
+            let mut life = self.life.lock();
+            life.dead.insert(rail) && !life.closing && life.attached.is_subset(&life.dead)
+        };
+        if last {
+            self.fail(error.clone());
+        }
+    }
+
     /// The link cannot go on.
     pub(crate) fn fail(self: &Arc<Self>, error: Error) {
         if !self.closing() {
@@ -375,6 +397,11 @@ impl LinkCore {
         self.quiet(&quiet);
     }
 
+    /// Whether it cannot be said that nothing of a lane lands any more.
+    pub(crate) fn is_unfinished(&self, lane: LaneName) -> bool {
+        self.fences.lock().unfinished.contains(&lane)
+    }
+
     /// Peers that did not confirm in time that they stopped writing: their queue pairs are fenced. Returns when to look
     /// again.
     pub(crate) fn check_revocations(self: &Arc<Self>, now: Time) -> Option<Time> {
@@ -406,6 +433,32 @@ impl LinkCore {
             }
         }
         next
+    }
+
+    /// The peer writes no more into a slot. What it wrote has been handed over to our devices, which may still be on their
+    /// way to memory with it: they are flushed, then the slot is quiet.
+    fn flush_revoked(self: &Arc<Self>, slot: SlotUse) {
+        let mut engines = BTreeSet::new();
+        let first_of_engine = |rail: &&Rail| rail.place.get().is_some_and(|place| engines.insert(place.engine));
+        let rails: Vec<&Rail> = self.rails.iter().filter(first_of_engine).collect();
+        let flushing = Arc::new(Flushing {
+            slot,
+            devices_left: AtomicUsize::new(rails.len().max(1)),
+        });
+        for rail in &rails {
+            rail.mail.lock().push_back(Mail::Flush(flushing.clone()));
+            self.kick(rail);
+        }
+        if rails.is_empty() {
+            self.device_flushed(&flushing);
+        }
+    }
+
+    /// A device is flushed; with the last one the slot is quiet.
+    pub(crate) fn device_flushed(&self, flushing: &Flushing) {
+        if flushing.devices_left.fetch_sub(1, Ordering::SeqCst) == 1 && self.inbound.forget(&[flushing.slot]) > 0 {
+            self.quiet(&[flushing.slot]);
+        }
     }
 
     /// The held gates of these slots are let go.
@@ -466,8 +519,9 @@ impl LinkCore {
                 return Ok(());
             }
             LinkMessage::Revoked(slot) => {
-                if self.inbound.forget(&[*slot]) > 0 {
-                    self.quiet(&[*slot]);
+                let news = self.inbound.confirmed(*slot);
+                if news.map_err(|why| Error::from(RdmaError::peer(self, why.to_owned())))? {
+                    self.flush_revoked(*slot);
                 }
                 return Ok(());
             }
@@ -529,12 +583,25 @@ impl LinkCore {
     }
 
     fn admit_slot(&self, slot: SlotUse) {
-        if self.slots.admit(self.peer.incarnation, slot.slot, slot.generation) {
-            self.inbound.admit(slot);
+        if self.admit_here(slot) {
             self.tell(LinkMessage::Admitted(slot));
         } else {
             self.tell(LinkMessage::Refused(slot));
         }
+    }
+
+    /// Lets the peer write into a slot. False if the slot is closed, gone or another's, or the link has ended.
+    fn admit_here(&self, slot: SlotUse) -> bool {
+        if !self.slots.admit(self.peer.incarnation, slot.slot, slot.generation) {
+            return false;
+        }
+        self.inbound.admit(slot);
+        // Either the link's end sees the slot in the books, or this sees that it has ended.
+        let ended = self.life.lock().closed;
+        if ended && self.inbound.forget(&[slot]) > 0 && self.fences.lock().unfinished.is_empty() {
+            self.quiet(&[slot]);
+        }
+        !ended
     }
 
     /// The receiver has admitted the slot: what waited for that begins.
@@ -725,8 +792,7 @@ impl Link for RdmaLink {
             return;
         }
         let slot = SlotUse { slot, generation };
-        if core.slots.admit(core.peer.incarnation, slot.slot, slot.generation) {
-            core.inbound.admit(slot);
+        if core.admit_here(slot) {
             core.tell(LinkMessage::Admitted(slot));
             core.flush();
         }

@@ -249,6 +249,7 @@ impl Lane {
             works_here: false,
             works_there: false,
             failure: None,
+            refused_request: None,
             immediates: Vec::new(),
             completed: Vec::new(),
             flushed: Vec::new(),

@@ -110,6 +110,7 @@ impl Lane {
     fn begin(&mut self, turn: &mut Turn<'_>, chunk: &Chunk) -> Result<Current, ChunkState> {
         let header = chunk.header;
         let link = &self.link;
+        let next = self.pair.as_ref().map_or(0, |pair| pair.next);
         let (stream, gate, remote, remote_stream) = match &chunk.payload {
             Payload::Message(message, range) => {
                 link.tell(LinkMessage::UserMessage {
@@ -169,6 +170,7 @@ impl Lane {
                 direction: remote.direction,
                 whole: false,
                 guard,
+                requests: (next, u64::MAX),
             },
         })
     }
@@ -256,7 +258,14 @@ impl Lane {
     fn chunk_posted(&mut self, turn: &mut Turn<'_>, mut current: Current) {
         let Some(pair) = &mut self.pair else { return };
         current.sent.whole = true;
+        current.sent.requests.1 = pair.next - 1;
         let header = current.sent.header;
+        let counters = &self.link.rails[usize::from(self.rail)].counters;
+        let posted = match current.sent.direction {
+            Direction::Write => &counters.posted_writes,
+            Direction::Read => &counters.posted_reads,
+        };
+        add(posted, header.length.into());
         if current.sent.direction == Direction::Read {
             turn.scratch.recycle(current.local, current.remote);
             pair.mark(StandsFor::Chunk(current.sent));
@@ -289,8 +298,9 @@ impl Lane {
     }
 
     /// A chunk is left midway: it counts for nothing once what was posted of it is done.
-    fn give_up(&mut self, turn: &mut Turn<'_>, current: Current) {
+    fn give_up(&mut self, turn: &mut Turn<'_>, mut current: Current) {
         let Some(pair) = &mut self.pair else { return };
+        current.sent.requests.1 = pair.next.saturating_sub(1);
         turn.scratch.recycle(current.local, current.remote);
         // A marker of its own: the work requests before it are complete when it is.
         pair.push_marker(turn, None, StandsFor::Chunk(current.sent));
@@ -326,7 +336,11 @@ impl Lane {
                 })
                 .collect(),
         };
-        pair.next_close = pair.next_close.wrapping_add(1);
+        if immediate {
+            // Only these are told apart by their number: were closes over the session counted too, a later immediate could
+            // come to the number of one that is not matched yet.
+            pair.next_close = pair.next_close.wrapping_add(1);
+        }
         let counters = &self.link.rails[usize::from(self.rail)].counters;
         let chunks = open.chunks;
         if immediate {
@@ -362,12 +376,16 @@ impl Lane {
         let counters = &self.link.rails[usize::from(self.rail)].counters;
         add(&counters.requests, turn.batch.len() as u64);
         add(&counters.doorbells, 1);
+<<<<<<< HEAD
+        let Some(queue_pair) = &mut pair.queue_pair else { return false };
+=======
         if pair.markers.len() <= 1 {
             pair.last_progress = turn.now;
         }
         let Some(queue_pair) = &mut pair.queue_pair else {
             return false;
         };
+>>>>>>> machine
         if let Err(error) = queue_pair.post_send(turn.batch) {
             pair.torn = true;
             self.fail(RdmaError::from(error.source).into());
@@ -380,6 +398,10 @@ impl Lane {
 impl Pair {
     /// The last work request is signalled, and stands for this.
     fn mark(&mut self, stands_for: StandsFor) {
+        if self.markers.is_empty() {
+            // The progress that is waited for begins now, not at the last completion, which may be long ago.
+            self.last_progress = crate::clock::now();
+        }
         self.markers.push_back(Marker {
             number: self.next - 1,
             requests: self.unsignalled,

@@ -2,7 +2,7 @@
 //! everything posted has its completion, then destroyed, then the device flushed. Only after that nothing of it can land.
 
 use kvxfer_core::Error;
-use kvxfer_core::flow::Direction;
+use kvxfer_core::flow::{ChunkState, Direction};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 
@@ -70,7 +70,7 @@ impl Lane {
                 self.gone(turn, flushed || mutants::is(Mutant::SkipFlush));
             }
         } else {
-            self.count_unflushed(turn);
+            self.settle_flushed(turn);
         }
     }
 
@@ -78,6 +78,7 @@ impl Lane {
         let key = (self.link.id, self.rail);
         // One asked for before the queue pair was destroyed says nothing about it.
         turn.flusher.withdraw(key);
+        self.unflush();
         self.flush_asked = true;
         let text = self.text();
         let destroyed = self.pair.as_mut().is_none_or(|pair| pair.destroy(&text));
@@ -102,13 +103,26 @@ impl Lane {
         let name = self.name();
         let link = self.link.clone();
         let mut quiet = false;
+        let mut refused = Vec::new();
         if let Some(mut pair) = self.pair.take() {
             for chunk in pair.chunks_left() {
+                if pair.refused_request.is_some_and(|number| chunk.has_request(number)) {
+                    refused.push((chunk.transfer, chunk.direction, chunk.header));
+                }
                 quiet |= self.drop_chunk(chunk);
             }
             self.keep_received(std::mem::take(&mut pair.received));
         }
-        let chunks = link.sender.lock().lane_lost(name);
+        let mut sender = link.sender.lock();
+        // The peer does not let this side have that memory: trying again on another queue pair would come to the same.
+        for (transfer, _, header) in refused.iter().filter(|(_, direction, _)| *direction == Direction::Read) {
+            sender.completed(name, *transfer, header.name(), ChunkState::Refused, turn.now);
+        }
+        let chunks = sender.lane_lost(name);
+        for (_, _, header) in refused.iter().filter(|(_, direction, _)| *direction == Direction::Write) {
+            sender.slot_refused(header.slot, header.generation);
+        }
+        drop(sender);
         add(
             &link.rails[usize::from(self.rail)].counters.in_doubt,
             chunks.len() as u64,

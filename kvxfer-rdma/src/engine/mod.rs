@@ -292,7 +292,7 @@ impl Engine {
             armed |= lane.arm();
         }
         armed |= self.flusher.arm();
-        if armed && self.poll_lanes() {
+        if armed && self.poll_lanes() || self.lanes.values().any(|lane| lane.kicked) {
             return;
         }
         let timeout = self.timeout();

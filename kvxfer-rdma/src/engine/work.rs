@@ -45,6 +45,14 @@ pub(crate) struct SentChunk {
     pub(crate) whole: bool,
     /// Inside the fence of the blocks on this side, for as long as the device may touch them.
     pub(crate) guard: Option<OwnedGateGuard>,
+    /// Its work requests' numbers, first and last.
+    pub(crate) requests: (u64, u64),
+}
+
+impl SentChunk {
+    pub(crate) fn has_request(&self, number: u64) -> bool {
+        (self.requests.0..=self.requests.1).contains(&number)
+    }
 }
 
 /// The chunk that is being posted.

@@ -16,7 +16,8 @@ impl Endpoint {
     /// Idempotent, and coalesced with whatever else connects.
     ///
     /// # Errors
-    /// `Unreachable` if nobody answers, `StalePeer` if somebody else does, and why the handshake was refused.
+    /// `Unreachable` if nobody answers, `StalePeer` if somebody else does, and why the handshake was refused;
+    /// `Transport` (or `Unsupported`) if the peer answers and no transport that both sides have comes up.
     pub fn connect(&self, address: &EndpointAddress, timeout: Duration) -> Result<()> {
         let shared = &self.shared;
         shared.begin(|state, now| {
@@ -29,14 +30,27 @@ impl Endpoint {
             state.machine.connect(now, address)
         })?;
         let mut outcome = None;
+        let mut session = false;
         shared.wait_for(timeout, |state| {
             outcome = find(state, address).and_then(|peer| match &state.peers.get(&peer)?.state {
                 PeerState::Lost(error) => Some(Err(error.clone())),
-                _ => Shared::link_is_up(state, peer).then_some(Ok(())),
+                _ if Shared::link_is_up(state, peer) => Some(Ok(())),
+                _ => state.machine.why_no_link(peer).map(Err),
             });
+            session = find(state, address)
+                .and_then(|peer| state.peers.get(&peer))
+                .is_some_and(|peer| matches!(peer.state, PeerState::Ready | PeerState::Draining));
             outcome.is_some()
         });
         outcome.unwrap_or_else(|| {
+            if session {
+                return Err(Error::new(ErrorKind::Transport, "no link yet")
+                    .at(address.to_string())
+                    .because(format!(
+                        "there is a session, and no transport came up within {timeout:?}"
+                    ))
+                    .remedy("see `explain` for the transports, or allow more time"));
+            }
             Err(Error::new(ErrorKind::Unreachable, "no session yet")
                 .at(address.to_string())
                 .because(format!("the peer did not answer within {timeout:?}"))

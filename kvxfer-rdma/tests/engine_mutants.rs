@@ -56,7 +56,9 @@ fn a_fence_drains() -> Verdict {
     let slot = pair.right.grant(stream.clone(), &target, None);
     site.delay(ms(20));
     pair.hold_after_admission(slot, || {
-        posted(&pair, || pair.push(&memory, stream.clone(), slot, &target, stream.clone()))
+        posted(&pair, || {
+            pair.push(&memory, stream.clone(), slot, &target, stream.clone())
+        })
     });
     let began = Instant::now();
     let close = pair.right.take_back(&pair.right_link, slot);
@@ -64,7 +66,10 @@ fn a_fence_drains() -> Verdict {
     check(close == Close::Waiting, format!("closed as {close:?}"))?;
     check(took < ms(2500), format!("the fence took {took:?}"))?;
     let reset = fabric(&site).counter("*", "resets_with_outstanding");
-    check(reset == 0, format!("{reset} queue pairs were reset with work outstanding"))
+    check(
+        reset == 0,
+        format!("{reset} queue pairs were reset with work outstanding"),
+    )
 }
 
 /// What a fenced queue pair's device has accepted is in memory before the blocks are given back.
@@ -79,7 +84,9 @@ fn a_fence_flushes() -> Verdict {
         pair.right.grant(range(0, 1), &target, None);
     }
     let slot = pair.right.grant(stream.clone(), &target, None);
-    pair.hold_after_admission(slot, || pair.push(&memory, stream.clone(), slot, &target, stream.clone()));
+    pair.hold_after_admission(slot, || {
+        pair.push(&memory, stream.clone(), slot, &target, stream.clone())
+    });
     until("accepted", || pair.left.written() == 64 * KIB);
     let close = pair.right.take_back(&pair.right_link, slot);
     check(close == Close::Waiting, format!("closed as {close:?}"))?;
@@ -158,7 +165,9 @@ fn receives_are_not_overrun() -> Verdict {
     let slots: Vec<_> = (0..16)
         .map(|index| {
             let arrival = Arc::new(Arrival::default());
-            let slot = pair.right.grant(range(index * KIB, KIB), &target, Some(arrival.clone()));
+            let slot = pair
+                .right
+                .grant(range(index * KIB, KIB), &target, Some(arrival.clone()));
             pair.right_link.admit(slot.0, slot.1);
             (slot, arrival)
         })
@@ -196,7 +205,10 @@ fn writes_wait_for_admission() -> Verdict {
     check(close == Close::Fenced, format!("closed as {close:?}"))?;
     target.paint(&stream, 1);
     std::thread::sleep(ms(300));
-    check(is_all(&target, &stream, 1), "blocks were written after they were given back")
+    check(
+        is_all(&target, &stream, 1),
+        "blocks were written after they were given back",
+    )
 }
 
 /// A sender says that it has stopped when nothing of it is under way.
@@ -209,12 +221,17 @@ fn stopped_means_stopped() -> Verdict {
     let slot = pair.right.grant(stream.clone(), &target, None);
     pair.right_link.admit(slot.0, slot.1);
     site.delay(ms(150));
-    posted(&pair, || pair.push(&memory, stream.clone(), slot, &target, stream.clone()));
+    posted(&pair, || {
+        pair.push(&memory, stream.clone(), slot, &target, stream.clone())
+    });
     let close = pair.right.take_back(&pair.right_link, slot);
     check(close == Close::Waiting, format!("closed as {close:?}"))?;
     target.paint(&stream, 1);
     std::thread::sleep(ms(400));
-    check(is_all(&target, &stream, 1), "blocks were written after the sender had stopped")
+    check(
+        is_all(&target, &stream, 1),
+        "blocks were written after the sender had stopped",
+    )
 }
 
 /// The receiver loses a queue pair by itself and makes the next one while it is still being told of the first one's closes.
@@ -231,10 +248,14 @@ fn epochs_are_kept_apart() -> Verdict {
     // What is written does not get there, and what is said of it is late.
     fabric.set_now("fake1", "network_hold", "on").unwrap();
     pair.hold_after_admission(slot, || {
-        posted(&pair, || pair.push(&memory, stream.clone(), slot, &target, stream.clone()))
+        posted(&pair, || {
+            pair.push(&memory, stream.clone(), slot, &target, stream.clone())
+        })
     });
     fabric.set_now("fake1", "event", "port_down").unwrap();
-    until("the receiver has lost its queue pair", || !pair.right_log.lost().is_empty());
+    until("the receiver has lost its queue pair", || {
+        !pair.right_log.lost().is_empty()
+    });
     // It dials anew, which the other side answers only when it is heard again.
     std::thread::sleep(ms(200));
     fabric.set_now("fake1", "network_hold", "off").unwrap();
@@ -244,7 +265,10 @@ fn epochs_are_kept_apart() -> Verdict {
     check(arrival.wait(Duration::from_secs(5)).is_some(), "it did not arrive")?;
     check(is_all(&target, &stream, 0xee), "it arrived without its bytes")?;
     let lost = pair.right_log.lost();
-    let others: Vec<_> = lost.iter().filter(|(_, _, error)| !error.to_string().contains("went down")).collect();
+    let others: Vec<_> = lost
+        .iter()
+        .filter(|(_, _, error)| !error.to_string().contains("went down"))
+        .collect();
     check(others.is_empty(), format!("lost more than was taken away: {others:?}"))?;
     let failed = pair.right_log.count(|event| matches!(event, LinkEvent::Failed(_)));
     check(failed == 0, "the link failed")
@@ -259,11 +283,16 @@ fn reads_are_fenced() -> Verdict {
     target.paint(&stream, 0xee);
     let slot = pair.left.grant(stream.clone(), &memory, None);
     site.delay(ms(100));
-    posted(&pair, || pair.pull(&memory, slot, stream.clone(), &target, stream.clone()));
+    posted(&pair, || {
+        pair.pull(&memory, slot, stream.clone(), &target, stream.clone())
+    });
     let close = pair.left.take_back(&pair.left_link, slot);
     memory.paint(&stream, 1);
     std::thread::sleep(ms(400));
-    check(is_all(&memory, &stream, 1), "blocks were read into after they were given back")?;
+    check(
+        is_all(&memory, &stream, 1),
+        "blocks were read into after they were given back",
+    )?;
     check(close == Close::Waiting, format!("closed as {close:?}"))
 }
 

@@ -124,7 +124,10 @@ fn breaks(what: &str, to_left: bool, say: impl Fn((SlotId, Generation)) -> Vec<V
     pair.right.slots.close(slot.0, slot.1);
     until("quiet", || to_left || pair.right.slots.fenced(slot.0, slot.1));
     if !to_left {
-        assert!(pair.right.slots.fenced(slot.0, slot.1), "{what}: what was admitted is not quiet");
+        assert!(
+            pair.right.slots.fenced(slot.0, slot.1),
+            "{what}: what was admitted is not quiet"
+        );
     }
 }
 
@@ -150,12 +153,17 @@ fn rails_that_are_none() {
 #[test]
 fn closes_that_are_none() {
     breaks("the same close twice", false, |slot| {
-        vec![body(&[Said::Closing(closing(slot, 3)), Said::Closing(closing(slot, 3))])]
+        vec![body(&[
+            Said::Closing(closing(slot, 3)),
+            Said::Closing(closing(slot, 3)),
+        ])]
     });
     breaks("more closes than credits", false, |slot| {
         let many = |from: u32| (from..from + 500).map(move |number| (SlotId(slot.0.0 + number / 256), number as u8));
         let say = |from| {
-            let said: Vec<Said> = many(from).map(|(id, close)| Said::Closing(closing((id, slot.1), close))).collect();
+            let said: Vec<Said> = many(from)
+                .map(|(id, close)| Said::Closing(closing((id, slot.1), close)))
+                .collect();
             body(&said)
         };
         (0..10).map(|round| say(round * 500)).collect()
@@ -180,7 +188,9 @@ fn closes_that_are_none() {
 
 #[test]
 fn it_stops_what_it_was_not_told_to_stop() {
-    breaks("revoked unasked", false, |slot| vec![body(&[Said::Revoked(slot.0, slot.1)])]);
+    breaks("revoked unasked", false, |slot| {
+        vec![body(&[Said::Revoked(slot.0, slot.1)])]
+    });
 }
 
 /// Things that are out of place, but harmless: late, unknown, or of another time.

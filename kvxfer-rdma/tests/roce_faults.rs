@@ -64,14 +64,22 @@ fn take_back_and_reuse(site: &Site, pair: &Pair) {
     let (memory, target) = (pair.left.memory(&[bytes]), pair.right.memory(&[areas * bytes]));
     let source = scattered(count, 7, length);
     memory.paint(&source, 0xee);
-    let area = |round: u64| pieces((0..count).map(move |index| round % areas * bytes + index * 5 % count * length), length);
+    let area = |round: u64| {
+        pieces(
+            (0..count).map(move |index| round % areas * bytes + index * 5 % count * length),
+            length,
+        )
+    };
     let paint = |round: u64| (round % 200) as u8;
     site.delay(site.choose(Duration::from_micros(300), ms(3)));
     let mut in_flight = 0;
     for round in 0..rounds {
         let stream = area(round);
         if round >= areas {
-            assert!(is_all(&target, &stream, paint(round - areas)), "written after it was taken back: {round}");
+            assert!(
+                is_all(&target, &stream, paint(round - areas)),
+                "written after it was taken back: {round}"
+            );
         }
         let (posted, written) = (pair.left.counter("rail_requests_total"), pair.left.written());
         let slot = pair.right.grant(stream.clone(), &target, None);
@@ -99,10 +107,16 @@ fn take_back_and_reuse(site: &Site, pair: &Pair) {
     }
     std::thread::sleep(ms(50));
     for round in rounds - areas..rounds {
-        assert!(is_all(&target, &area(round), paint(round)), "written after it was taken back: {round}");
+        assert!(
+            is_all(&target, &area(round), paint(round)),
+            "written after it was taken back: {round}"
+        );
     }
     println!("{in_flight} of {rounds} were taken back with bytes outstanding");
-    assert!(in_flight >= rounds * 8 / 10, "only {in_flight} of {rounds} had bytes outstanding");
+    assert!(
+        in_flight >= rounds * 8 / 10,
+        "only {in_flight} of {rounds} had bytes outstanding"
+    );
 }
 
 /// A peer that says nothing any more while its device writes: its queue pairs are fenced, and when it wakes up it can
@@ -148,13 +162,19 @@ fn fence_a_silent_writer(site: &Site, pair: &Pair, delay: Duration) {
             pair.push(&memory, stream.clone(), slot, &target, stream.clone())
         });
         until("posted", || pair.left.counter("rail_requests_total") > posted);
-        assert!(delay.is_zero() || pair.left.written() == written, "nothing was outstanding");
+        assert!(
+            delay.is_zero() || pair.left.written() == written,
+            "nothing was outstanding"
+        );
         let began = Instant::now();
         assert_eq!(pair.right.take_back(&pair.right_link, slot), Close::Waiting);
         let took = began.elapsed();
         println!("fenced after {took:?}");
         assert!(took < Duration::from_secs(3) && took >= ms(100), "{took:?}");
-        assert!(delay.is_zero() || pair.left.written() == written, "nothing was outstanding");
+        assert!(
+            delay.is_zero() || pair.left.written() == written,
+            "nothing was outstanding"
+        );
         target.paint(&stream, round);
         std::thread::sleep(ms(400));
         assert!(is_all(&target, &stream, round), "written after it was fenced");
@@ -181,7 +201,10 @@ fn a_port_that_goes_down_and_comes_back() {
     let site = Site::open();
     let pair = site.pair();
     let count = site.choose(64, 16);
-    let (memory, target) = (pair.left.memory(&[count * 64 * KIB]), pair.right.memory(&[count * 64 * KIB]));
+    let (memory, target) = (
+        pair.left.memory(&[count * 64 * KIB]),
+        pair.right.memory(&[count * 64 * KIB]),
+    );
     let (source, destination) = (scattered(count, 7, 64 * KIB), scattered(count, 5, 64 * KIB));
     for (device, read) in [(0, false), (1, false), (0, true), (1, true)] {
         rail_is_up(&pair);
@@ -199,13 +222,18 @@ fn a_port_that_goes_down_and_comes_back() {
         };
         until("posted", || pair.left.counter("rail_requests_total") > posted);
         site.down(device);
-        pair.left_log.wait("loss", |event| matches!(event, LinkEvent::LaneLost { .. }).then_some(()));
+        pair.left_log.wait("loss", |event| {
+            matches!(event, LinkEvent::LaneLost { .. }).then_some(())
+        });
         assert!(arrival.wait(ms(100)).is_none(), "it arrived over a link that is down");
         site.up(device);
         arrival.wait(PATIENCE).expect("arrival");
         pair.left_log.arrived(sent.id);
         assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
-        assert!(memory.bytes(&source) == target.bytes(&destination), "device {device}, read: {read}");
+        assert!(
+            memory.bytes(&source) == target.bytes(&destination),
+            "device {device}, read: {read}"
+        );
         pair.left_log.clear();
         pair.right_log.clear();
     }
@@ -257,7 +285,10 @@ fn completions_that_do_not_come() {
         LinkEvent::LaneLost { error, .. } => Some(error.clone()),
         _ => None,
     });
-    assert!(error.to_string().contains("nothing was completed for 300 ms"), "{error}");
+    assert!(
+        error.to_string().contains("nothing was completed for 300 ms"),
+        "{error}"
+    );
     fabric.set_now("fake0", "completions", "deliver").unwrap();
     arrival.wait(PATIENCE).expect("arrival");
     pair.left_log.arrived(sent.id);
@@ -288,7 +319,8 @@ fn receiving_is_not_progress_of_sending() {
     let mut arrived = 0;
     while !lost() && began.elapsed() < Duration::from_secs(5) {
         let back = pair.left.grant(range(0, 64), &memory, None);
-        pair.right().push(pair.next_id(), &target, &range(0, 64), back, &memory, &range(0, 64));
+        pair.right()
+            .push(pair.next_id(), &target, &range(0, 64), back, &memory, &range(0, 64));
         until("the other direction, or the end", || {
             let progress = pair.left.slots.progress(back.0, back.1).unwrap();
             arrived += u64::from(progress.arrived);
@@ -298,7 +330,11 @@ fn receiving_is_not_progress_of_sending() {
     }
     println!("{arrived} came the other way");
     assert!(lost(), "never noticed");
-    assert!(began.elapsed() < Duration::from_secs(2), "noticed after {:?}", began.elapsed());
+    assert!(
+        began.elapsed() < Duration::from_secs(2),
+        "noticed after {:?}",
+        began.elapsed()
+    );
     fabric.set_now("fake1", "network_hold", "off").unwrap();
 }
 
@@ -372,7 +408,10 @@ fn closes_of_an_ended_slot_are_dropped() {
     assert_eq!(pair.right.slots.close(slot.0, slot.1), Close::Waiting);
     pair.right_link.revoke(slot.0, slot.1);
     std::thread::sleep(ms(50));
-    assert!(!pair.right.slots.fenced(slot.0, slot.1), "its writer has not said that it stopped");
+    assert!(
+        !pair.right.slots.fenced(slot.0, slot.1),
+        "its writer has not said that it stopped"
+    );
     pair.left_log.release();
     until("fenced", || pair.right.slots.fenced(slot.0, slot.1));
     pair.left_log.refused(sent.id);
@@ -413,7 +452,10 @@ fn a_peer_that_does_not_answer() {
     let site = Site::open();
     let (left, right) = site.nodes(1, |config| config.setup_limit = ms(500));
     let nobody = Arc::new(Log::default());
-    let link = left.transport.connect(right.peer(&left, 1, true), nobody.clone()).unwrap();
+    let link = left
+        .transport
+        .connect(right.peer(&left, 1, true), nobody.clone())
+        .unwrap();
     let error = nobody.wait("failure", |event| match event {
         LinkEvent::Failed(error) => Some(error.clone()),
         _ => None,
@@ -430,14 +472,19 @@ fn devices_that_are_not_there() {
     let error = |change: &dyn Fn(&mut RdmaConfig)| -> Error {
         let mut config = site.config(0);
         change(&mut config);
-        RdmaTransport::new(config, SlotTable::new(4)).err().expect("it was made")
+        RdmaTransport::new(config, SlotTable::new(4))
+            .err()
+            .expect("it was made")
     };
     let missing = error(&|config| config.devices = vec!["mlx5_17".into()]);
     assert_eq!(missing.kind(), ErrorKind::Unsupported, "{missing}");
     assert!(missing.to_string().contains("mlx5_17"), "{missing}");
     let library = error(&|config| config.library = Some("/nonexistent/libibverbs.so.1".into()));
     assert_eq!(library.kind(), ErrorKind::Unsupported, "{library}");
-    assert!(library.to_string().contains("/nonexistent/libibverbs.so.1"), "{library}");
+    assert!(
+        library.to_string().contains("/nonexistent/libibverbs.so.1"),
+        "{library}"
+    );
     site.down(0);
     std::thread::sleep(ms(50));
     let down = error(&|_| {});
@@ -482,7 +529,12 @@ fn memory_that_may_not_be_locked() {
         serves: true,
         receives: true,
     };
-    let error = pair.left.transport.register(&[region], access).err().expect("it was registered");
+    let error = pair
+        .left
+        .transport
+        .register(&[region], access)
+        .err()
+        .expect("it was registered");
     assert_eq!(error.kind(), ErrorKind::ResourceExhausted, "{error}");
     assert!(error.to_string().contains("ENOMEM"), "{error}");
     pair.carry(&memory, &range(0, 64 * KIB), &target, &range(0, 64 * KIB));
@@ -510,7 +562,9 @@ fn a_device_that_dies() {
         });
         assert!(error.to_string().contains("fatal"), "{error}");
         mine.closed();
-        others.wait("loss", |event| matches!(event, LinkEvent::LaneLost { .. }).then_some(()));
+        others.wait("loss", |event| {
+            matches!(event, LinkEvent::LaneLost { .. }).then_some(())
+        });
         pair.left_link.close();
         pair.right_link.close();
         others.closed();
@@ -576,12 +630,21 @@ fn closing_with_transfers_outstanding() {
     pair.right_log.closed();
     pair.left_log.closed();
     assert!(push.gate.fenced(), "the source may still be read");
-    assert!(pair.right.slots.fenced(slot.0, slot.1), "the destination may still be written");
-    assert!(pair.left.slots.fenced(reading.0, reading.1), "the destination may still be read into");
+    assert!(
+        pair.right.slots.fenced(slot.0, slot.1),
+        "the destination may still be written"
+    );
+    assert!(
+        pair.left.slots.fenced(reading.0, reading.1),
+        "the destination may still be read into"
+    );
     target.paint(&pushed, 1);
     memory.paint(&pulled, 2);
     std::thread::sleep(ms(200));
-    assert!(is_all(&target, &pushed, 1) && is_all(&memory, &pulled, 2), "written after the link had ended");
+    assert!(
+        is_all(&target, &pushed, 1) && is_all(&memory, &pulled, 2),
+        "written after the link had ended"
+    );
     site.clear();
 }
 
@@ -597,7 +660,10 @@ fn one_of_two_rails_goes_and_comes_back() {
     let pair = Pair::new(left, right).up();
     let both = || pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2;
     let count = site.choose(64, 24);
-    let (memory, target) = (pair.left.memory(&[count * 128 * KIB]), pair.right.memory(&[count * 128 * KIB]));
+    let (memory, target) = (
+        pair.left.memory(&[count * 128 * KIB]),
+        pair.right.memory(&[count * 128 * KIB]),
+    );
     let (source, destination) = (scattered(count, 7, 128 * KIB), scattered(count, 5, 128 * KIB));
     for device in [0, 3] {
         until("two rails", both);

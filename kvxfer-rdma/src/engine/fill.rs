@@ -376,16 +376,9 @@ impl Lane {
         let counters = &self.link.rails[usize::from(self.rail)].counters;
         add(&counters.requests, turn.batch.len() as u64);
         add(&counters.doorbells, 1);
-<<<<<<< HEAD
-        let Some(queue_pair) = &mut pair.queue_pair else { return false };
-=======
-        if pair.markers.len() <= 1 {
-            pair.last_progress = turn.now;
-        }
         let Some(queue_pair) = &mut pair.queue_pair else {
             return false;
         };
->>>>>>> machine
         if let Err(error) = queue_pair.post_send(turn.batch) {
             pair.torn = true;
             self.fail(RdmaError::from(error.source).into());

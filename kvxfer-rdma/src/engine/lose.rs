@@ -119,7 +119,10 @@ impl Lane {
             sender.completed(name, *transfer, header.name(), ChunkState::Refused, turn.now);
         }
         let chunks = sender.lane_lost(name);
-        for (_, _, header) in refused.iter().filter(|(_, direction, _)| *direction == Direction::Write) {
+        for (_, _, header) in refused
+            .iter()
+            .filter(|(_, direction, _)| *direction == Direction::Write)
+        {
             sender.slot_refused(header.slot, header.generation);
         }
         drop(sender);

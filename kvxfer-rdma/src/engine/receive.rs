@@ -25,7 +25,8 @@ impl Lane {
             // Its writes are complete at the sender, on whatever queue pair they were; they may still be on their way to
             // memory here.
             if self.unflushed.closings.len() >= UNFLUSHED_MAX {
-                self.link.fail(RdmaError::peer(&self.link, "it closes faster than this side can flush".into()).into());
+                self.link
+                    .fail(RdmaError::peer(&self.link, "it closes faster than this side can flush".into()).into());
                 return;
             }
             self.unflushed.closings.push(closing);
@@ -49,7 +50,8 @@ impl Lane {
             self.count(turn, closing);
             self.matched(epoch);
         } else if received.closings.len() >= CLOSINGS_MAX || received.closings.contains_key(&immediate) {
-            self.link.fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
+            self.link
+                .fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
         } else {
             received.closings.insert(immediate, closing);
         }
@@ -113,7 +115,10 @@ impl Lane {
                 None => return,
                 Some(true) => {
                     let flushed = std::mem::take(&mut self.flushing);
-                    flushed.closings.into_iter().for_each(|closing| self.count(turn, closing));
+                    flushed
+                        .closings
+                        .into_iter()
+                        .for_each(|closing| self.count(turn, closing));
                     flushed.revoked.iter().for_each(|slot| self.link.device_flushed(slot));
                 }
                 // Tried again. A device that is gone for good ends the link.

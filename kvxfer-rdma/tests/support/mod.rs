@@ -11,8 +11,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvxfer_core::flow::{
-    ByteStream, Close, Direction, Gate, LaneName, PartExtent, Remote, SendEvent, SendPart, SendSpec, SlotTable, SlotWatcher,
-    TransferId,
+    ByteStream, Close, Direction, Gate, LaneName, PartExtent, Remote, SendEvent, SendPart, SendSpec, SlotTable,
+    SlotWatcher, TransferId,
 };
 use kvxfer_core::memory::Region;
 use kvxfer_core::transport::{Link, LinkEvent, LinkPeer, LinkWatcher, RegionAccess, Registered, Transport};
@@ -225,7 +225,9 @@ impl Memory {
         stream.segments(0, stream.length(), usize::MAX, &mut segments);
         for segment in segments {
             let bytes = vec![byte; segment.length as usize];
-            self.regions[segment.region as usize].copy_in(segment.offset, &bytes).unwrap();
+            self.regions[segment.region as usize]
+                .copy_in(segment.offset, &bytes)
+                .unwrap();
         }
     }
 
@@ -324,13 +326,17 @@ impl Node {
     /// The same, over those whose labels fit.
     pub fn counter_where(&self, name: &str, fits: impl Fn(&[(&'static str, String)]) -> bool) -> u64 {
         let counters = self.transport.counters();
-        let named = counters.iter().filter(|counter| counter.name == name && fits(&counter.labels));
+        let named = counters
+            .iter()
+            .filter(|counter| counter.name == name && fits(&counter.labels));
         named.map(|counter| counter.value as u64).sum()
     }
 
     /// Bytes that this side's device has written and that are acknowledged.
     pub fn written(&self) -> u64 {
-        self.counter_where("rail_bytes_total", |labels| labels.contains(&("direction", "sent".into())))
+        self.counter_where("rail_bytes_total", |labels| {
+            labels.contains(&("direction", "sent".into()))
+        })
     }
 
     /// Closes a slot and waits until nothing can land in it any more, as the control plane does. How it was closed.
@@ -423,7 +429,9 @@ impl Pair {
         let arrival = Arc::new(Arrival::default());
         let slot = self.right.grant(destination.clone(), target, Some(arrival.clone()));
         let sent = self.push_with(memory, source.clone(), slot, target, destination.clone(), change);
-        arrival.wait(PATIENCE).unwrap_or_else(|| panic!("no arrival: {:?}", self.left_log.tail()));
+        arrival
+            .wait(PATIENCE)
+            .unwrap_or_else(|| panic!("no arrival: {:?}", self.left_log.tail()));
         self.left_log.arrived(sent.id);
         assert!(memory.bytes(source) == target.bytes(destination), "other bytes arrived");
         assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
@@ -436,7 +444,9 @@ impl Pair {
         let arrival = Arc::new(Arrival::default());
         let slot = self.left.grant(destination.clone(), memory, Some(arrival.clone()));
         let sent = self.pull(memory, slot, destination.clone(), target, source.clone());
-        arrival.wait(PATIENCE).unwrap_or_else(|| panic!("no arrival: {:?}", self.left_log.tail()));
+        arrival
+            .wait(PATIENCE)
+            .unwrap_or_else(|| panic!("no arrival: {:?}", self.left_log.tail()));
         self.left_log.arrived(sent.id);
         assert!(memory.bytes(destination) == target.bytes(source), "other bytes arrived");
         assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
@@ -481,19 +491,14 @@ impl Pair {
         let (to_left, from_right) = mpsc::channel();
         *left_log.relay.lock() = Some(to_right);
         *right_log.relay.lock() = Some(to_left);
-<<<<<<< HEAD
-        let right_link = right.transport.connect(left.peer(&right, 7, !left_dials), right_log.clone()).unwrap();
-        let left_link = left.transport.connect(right.peer(&left, 7, left_dials), left_log.clone()).unwrap();
-=======
         let right_link = right
             .transport
-            .connect(left.peer(&right, 7, false), right_log.clone())
+            .connect(left.peer(&right, 7, !left_dials), right_log.clone())
             .unwrap();
         let left_link = left
             .transport
-            .connect(right.peer(&left, 7, true), left_log.clone())
+            .connect(right.peer(&left, 7, left_dials), left_log.clone())
             .unwrap();
->>>>>>> machine
         relay(from_left, right_link.clone());
         relay(from_right, left_link.clone());
         Pair {
@@ -820,8 +825,14 @@ impl Site {
     /// Changes the place that `testkit/soft-roce/run` made.
     fn soft_roce(&self, arguments: &[&str]) {
         self.changed.store(true, Ordering::SeqCst);
-        let status = std::process::Command::new("soft-roce").args(arguments).status().unwrap();
-        assert!(status.success() || std::thread::panicking(), "soft-roce {arguments:?}: {status}");
+        let status = std::process::Command::new("soft-roce")
+            .args(arguments)
+            .status()
+            .unwrap();
+        assert!(
+            status.success() || std::thread::panicking(),
+            "soft-roce {arguments:?}: {status}"
+        );
     }
 }
 

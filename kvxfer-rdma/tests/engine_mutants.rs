@@ -150,7 +150,9 @@ fn arrivals_are_true() -> Verdict {
     std::thread::sleep(ms(50));
     // One after the other, so that the bytes of each come after the close of the one before.
     for (stream, slot, _) in &slots {
-        posted(&pair, || pair.push(&memory, stream.clone(), *slot, &target, stream.clone()));
+        posted(&pair, || {
+            pair.push(&memory, stream.clone(), *slot, &target, stream.clone())
+        });
     }
     for (_, _, arrival) in &slots {
         check(arrival.wait(PATIENCE).is_some(), "something did not arrive")?;

@@ -169,6 +169,7 @@ fn rdma_config(config: &Config) -> RdmaConfig {
         window_bytes_min: settings.window_bytes_min,
         window_bytes_max: settings.window_bytes_max,
         progress: Duration::from_millis(settings.progress_ms),
+        outage_limit: Duration::from_millis(settings.outage_ms),
         revoke: Duration::from_millis(settings.revoke_ms),
         connect_timeout: Duration::from_millis(config.deadlines.connect_ms),
         setup_limit: Duration::from_millis(config.deadlines.connect_ms),

@@ -148,3 +148,31 @@ fn a_pool_is_not_unregistered_under_what_is_under_way() {
         assert_eq!(regions(side), 0.0);
     }
 }
+
+#[test]
+fn memory_that_may_not_be_locked_is_an_error_that_says_so() {
+    let site = site::site();
+    let Some(fabric) = &site.fabric else {
+        println!("skipped: memory may be locked here");
+        return;
+    };
+    let (sender, receiver) = pair();
+    push(&sender, &receiver.pool, "k").unwrap();
+    fabric.set_now("*", "memlock_bytes", "65536").unwrap();
+    for _ in 0..3 {
+        let error = receiver.endpoint.allocate(layout(), Role::Receive).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::ResourceExhausted, "{error}");
+        assert!(
+            error.to_string().contains("ibv_reg_mr") && error.to_string().contains("ENOMEM"),
+            "{error}"
+        );
+    }
+    // What was registered stays in use, and nothing is left of what was refused.
+    push(&sender, &receiver.pool, "l").unwrap();
+    let before = regions(&receiver);
+    fabric.set_now("*", "memlock_bytes", "1073741824").unwrap();
+    let more = receiver.endpoint.allocate(layout(), Role::Receive).unwrap();
+    push(&sender, &more, "m").unwrap();
+    more.close_wait(LONG).unwrap();
+    assert_eq!(regions(&receiver), before);
+}

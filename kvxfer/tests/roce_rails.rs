@@ -19,6 +19,10 @@ fn blocks() -> u32 {
 }
 
 fn sides(rails: usize) -> Option<(Side, Side)> {
+    sides_with(rails, |_| {})
+}
+
+fn sides_with(rails: usize, change: impl Fn(&mut kvxfer::Config)) -> Option<(Side, Side)> {
     let site = site::site();
     let side = |name, side| {
         let mut config = config_on(side);
@@ -26,6 +30,7 @@ fn sides(rails: usize) -> Option<(Side, Side)> {
             config.devices = site.two_devices(side)?;
             config.rdma.rail_pairs = vec!["index".into()];
         }
+        change(&mut config);
         let layout = PoolLayout::opaque(BLOCK_BYTES, blocks()).unwrap();
         Some(Side::with(name, config, layout, Role::Both))
     };
@@ -121,6 +126,8 @@ fn a_rail_that_goes_down_is_left_and_rejoins() {
         let doubts = metric_sum(&sender.endpoint, "kvxfer_rail_in_doubt_chunks_total", "") - in_doubt;
         println!("{doubts} chunks were in doubt");
         eventually("one rail is left", || rails_up(&sender, &receiver) == 1);
+        let text = sender.endpoint.explain(&receiver.endpoint.address());
+        assert!(text.contains("not up: rail "), "{text}");
         push(&sender, &receiver, 21 + 3 * round, |_| {});
         drop(down);
         eventually("the rail rejoins", || {
@@ -162,4 +169,58 @@ fn the_only_rail_may_be_down_for_a_while() {
         });
         eventually("the rail is back", || rails_up(&sender, &receiver) == 1);
     }
+}
+
+#[test]
+fn rails_that_stay_down_are_left_for_the_next_transport_named() {
+    let site = site::site_with(site::SLOW);
+    let (sender, receiver) = sides_with(1, |config| {
+        config.transports = vec!["rdma".into(), "tcp".into()];
+        config.rdma.outage_ms = 300;
+    })
+    .unwrap();
+    let _delay = site.delay(5);
+    let mut down = None;
+    let path = push(&sender, &receiver, 1, |transfer| {
+        down = Some(site.down(&site.device(0)));
+        assert!(!transfer.done().is_done(), "it was too fast for this test");
+    });
+    assert_eq!(path.transport, "tcp");
+    for (from, to) in [(&sender, &receiver), (&receiver, &sender)] {
+        let text = from.endpoint.explain(&to.endpoint.address());
+        assert!(
+            text.contains("not rdma: ") && text.contains("no rail came back"),
+            "{text}"
+        );
+    }
+}
+
+#[test]
+fn rails_that_stay_down_are_an_error_if_nothing_else_is_named() {
+    let site = site::site_with(site::SLOW);
+    let (sender, receiver) = sides_with(1, |config| config.rdma.outage_ms = 300).unwrap();
+    let _delay = site.delay(5);
+    mark(&sender, 1);
+    let granted = receiver.pool.grant(all(), GrantOptions::default()).unwrap();
+    let transfer = sender
+        .endpoint
+        .push(&sender.pool, all(), granted.grant(), PushOptions::default())
+        .unwrap();
+    eventually("it is under way", || under_way(&sender.endpoint, "sent") > 0.0);
+    let down = site.down(&site.device(0));
+    let error = transfer.done().wait(LONG).unwrap_err();
+    assert!(
+        matches!(error.kind(), kvxfer::ErrorKind::Transport | kvxfer::ErrorKind::Unknown),
+        "{error}"
+    );
+    assert!(error.to_string().contains("no rail came back"), "{error}");
+    granted.cancel();
+    let error = granted.arrived().wait(LONG).unwrap_err();
+    assert_ne!(error.destination(), kvxfer::Destination::Quarantined, "{error}");
+    mark(&receiver, 0x80);
+    drop(down);
+    // By itself, with new queue pairs.
+    eventually("a rail comes up again", || rails_up(&sender, &receiver) == 1);
+    assert_marked(&receiver, 0x80);
+    push(&sender, &receiver, 3, |_| {});
 }

@@ -255,7 +255,8 @@ fn a_restart_while_bytes_are_under_way_never_mixes_attempts() {
             .offer(&key, &prefill.pool, OfferOptions::default())
             .unwrap();
         offer.append(blocks(0)).unwrap();
-        offer.ready(0..REQUEST, ..).unwrap();
+        // All but one: with all of them the first attempt could arrive, and an arrival stands.
+        offer.ready(0..REQUEST - 1, ..).unwrap();
         let claim = decode
             .endpoint
             .claim(
@@ -266,9 +267,10 @@ fn a_restart_while_bytes_are_under_way_never_mixes_attempts() {
             )
             .unwrap();
         claim.fill(blocks(2)).unwrap();
-        eventually("it is under way", || {
-            under_way(&prefill.endpoint, "sent") > 0.0 || claim.arrived().is_done()
-        });
+        let until = Instant::now() + Duration::from_millis(100);
+        while under_way(&prefill.endpoint, "sent") == 0.0 && Instant::now() < until {
+            std::hint::spin_loop();
+        }
         if under_way(&prefill.endpoint, "sent") > 0.0 && offer.restart().is_ok() {
             voided += 1;
             mark(&prefill.pool, &blocks(1), new_mark(n));
@@ -279,8 +281,8 @@ fn a_restart_while_bytes_are_under_way_never_mixes_attempts() {
             std::thread::sleep(Duration::from_millis(3));
             assert_marked(&decode.pool, &blocks(2), new_mark(n), "the second attempt, later");
         } else {
-            let _ = offer.finish(REQUEST);
-            let _ = claim.arrived().wait(LONG);
+            offer.finish(REQUEST).unwrap();
+            claim.arrived().wait(LONG).unwrap();
         }
         let _ = offer.released().wait(LONG);
         assert!(offer.released().is_done());
@@ -327,7 +329,11 @@ fn deadlines_that_pass_while_bytes_are_under_way_leave_the_blocks_to_us() {
         match claim.arrived().wait(LONG) {
             Ok(_) => assert_marked(&decode.pool, &all(), OLD, "in time"),
             Err(error) => {
-                assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
+                // On a busy machine the time may be over before the claim has met its offer.
+                assert!(
+                    matches!(error.kind(), ErrorKind::DeadlineExceeded | ErrorKind::Unclaimed),
+                    "{error}"
+                );
                 assert_ne!(error.destination(), kvxfer::Destination::Quarantined, "{error}");
                 exceeded += u32::from(was_under_way);
                 mark(&decode.pool, &all(), 0xaa);

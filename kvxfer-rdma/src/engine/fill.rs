@@ -200,7 +200,10 @@ impl Lane {
             let Some(remote) = current.remote.peek() else {
                 return Step::GivenUp;
             };
-            let Some(place) = current.sent.keys.remote
+            let Some(place) = current
+                .sent
+                .keys
+                .remote
                 .locate(remote.region, remote.offset, 1, remote_device)
             else {
                 return Step::GivenUp;

@@ -2,7 +2,6 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use kvxfer_core::flow::{ChunkName, LaneName};
 use kvxfer_core::transport::LinkEvent;
@@ -464,9 +463,9 @@ impl Lane {
         let up = name.is_some();
         let was = std::mem::replace(&mut *rail.name.lock(), name).is_some();
         if up && !was {
-            self.link.rails_up.fetch_add(1, Ordering::SeqCst);
+            self.link.rail_up(self.rail);
         } else if was && !up {
-            self.link.rails_up.fetch_sub(1, Ordering::SeqCst);
+            self.link.rail_down();
         }
     }
 }

@@ -33,10 +33,8 @@ impl Lane {
             // It may be in that state already, or its device gone: destroying it settles the rest.
             tracing::debug!(rail = self.text(), error = %refused, "to the error state");
         }
-        if setting_up {
+        if setting_up || !self.link.closing() {
             self.link.rail_failed(self.name(), &error);
-        } else if !self.link.closing() {
-            tracing::warn!(rail = self.text(), %error, "rail lost");
         }
         self.shown(None);
         add(&self.link.rails[usize::from(self.rail)].counters.losses, 1);

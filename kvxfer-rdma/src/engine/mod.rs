@@ -272,7 +272,7 @@ impl Engine {
             !lane.ended()
         });
         self.watched.retain(|link| {
-            link.check_setup(now);
+            link.check_rails(now);
             let more = link.check_revocations(now).is_some() || !link.settled();
             link.flush();
             more && !link.closing()

@@ -103,6 +103,9 @@ impl Endpoint {
                 for rail in &path.rails {
                     let _ = writeln!(text, "  {rail}");
                 }
+                for why in &path.rails_down {
+                    let _ = writeln!(text, "  not up: {why}");
+                }
             }
             None => text.push_str("path: none\n"),
         }

@@ -120,6 +120,17 @@ impl Site {
         }
     }
 
+    /// Takes a device away under its users, for good in this process. Only fakes can: the kernel keeps a software
+    /// device until its users have let go of it. False, and said, where the devices are real.
+    #[must_use]
+    pub fn unplug(&self, device: &str) -> bool {
+        match &self.fabric {
+            Some(fabric) => fabric.set_now(device, "event", "device_fatal").unwrap(),
+            None => println!("skipped: only fake devices go away under their users"),
+        }
+        !self.is_real()
+    }
+
     fn port(&self, device: &str, up: bool) {
         match &self.fabric {
             Some(fabric) => {
@@ -128,7 +139,12 @@ impl Site {
                 fabric.set_now(device, "port_state", state).unwrap();
                 fabric.set(device, "port_state", state).unwrap();
             }
-            None => soft_roce(&[if up { "up" } else { "down" }, device]),
+            None if up => {
+                // Both ends of a wire have lost what they knew of each other.
+                let place = self.devices.iter().position(|other| other == device).unwrap();
+                soft_roce(&["up", device, &self.devices[place ^ 1]]);
+            }
+            None => soft_roce(&["down", device]),
         }
     }
 }

@@ -83,8 +83,21 @@ pub struct LinkPeer {
 }
 
 /// A transport's connection to one peer. No call blocks; none allocates in proportion to descriptors.
+///
+/// # One-sided links
+/// Their transfers have a [`Remote`](crate::flow::Remote). One that *writes* posts nothing before the peer's end has
+/// admitted the slot; it counts at the receiver by [`SlotTable::begin`](crate::flow::SlotTable::begin) and
+/// [`applied`](crate::flow::SlotTable::applied) for each of its chunks, without anybody placing them.
+///
+/// One that *reads* is run by the destination, into a slot of its own that the spec names. For each chunk:
+/// `SlotTable::begin`, from the link's peer; what that scraps (another link may have placed it) is completed at once with
+/// the state it gives. Then enter the slot's gate, read, leave the gate, `applied`, and complete the chunk with what that
+/// says. A chunk whose lane is lost is abandoned before the lane is reported lost. If `begin` says that the peer broke the
+/// protocol, close the slot with [`SlotTable::corrupt`](crate::flow::SlotTable::corrupt) and say
+/// [`LinkEvent::SlotCorrupt`].
 pub trait Link: Send + Sync {
-    /// Starts a transfer without parts. `Busy` at the limit.
+    /// Starts a transfer without parts. `Busy` at the limit; `Closed` if the link is closing or has failed: the transfer
+    /// is given to the next one. Any other error ends its handle.
     ///
     /// # Errors
     /// `Busy`, `Closed`.
@@ -111,8 +124,9 @@ pub trait Link: Send + Sync {
     fn admit(&self, _slot: SlotId, _generation: Generation) {}
 
     /// Receiving side, one-sided links: the slot was closed. The link stops the peer's writes into it, or fences the
-    /// peer's lanes if it does not answer, and then says [`LinkEvent::SlotQuiet`]. Slots that this link has not
-    /// admitted are ignored.
+    /// peer's lanes if it does not answer; makes sure that what the device has taken is in memory; calls
+    /// [`SlotTable::remote_quiet`](crate::flow::SlotTable::remote_quiet) and then says [`LinkEvent::SlotQuiet`]. Slots
+    /// that this link has not admitted are ignored.
     fn revoke(&self, _slot: SlotId, _generation: Generation) {}
 
     /// What the peer's end of this link said with [`LinkEvent::Message`]: in order, each once.
@@ -193,7 +207,8 @@ pub enum LinkEvent {
     /// The link could not be made, or cannot go on: another transport is to be tried. The link closes itself;
     /// [`LinkEvent::Closed`] follows.
     Failed(Error),
-    /// After [`Link::close`] or [`LinkEvent::Failed`]: nothing of this link touches blocks any more.
+    /// After [`Link::close`] or [`LinkEvent::Failed`]: nothing of this link touches blocks any more, nor does the peer's
+    /// device by its lanes. Every slot that it had admitted counts as quiet from here on.
     Closed,
 }
 

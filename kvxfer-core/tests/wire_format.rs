@@ -275,6 +275,74 @@ fn caps_are_refused_on_both_sides() {
     assert!(error.to_string().contains("at most 4096"), "{error}");
 }
 
+/// Refused when it is written, and when somebody who does not check has written it.
+fn refused_on_both_sides(message: Message, why: &str) {
+    let frame = Frame::Message {
+        sequence: 1,
+        acknowledged: 0,
+        message: Box::new(message),
+    };
+    let error = encode(&frame).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    assert!(error.to_string().contains(why), "{error}");
+    let Frame::Message { message, .. } = frame else {
+        unreachable!()
+    };
+    let mut bytes = forged(4, 0, &postcard::to_allocvec(&message).unwrap());
+    bytes[16] = 1; // a number
+    bytes[12..16].fill(0);
+    let crc = crc_fast::crc32_iscsi(&bytes);
+    bytes[12..16].copy_from_slice(&crc.to_le_bytes());
+    let error = read(&bytes).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+    assert!(error.to_string().contains(why), "{error}");
+}
+
+#[test]
+fn what_one_sided_links_say_has_caps() {
+    let link = |transport: usize, body: usize| Message::Link {
+        transport: "t".repeat(transport),
+        body: vec![7; body],
+    };
+    let fits = Frame::Message {
+        sequence: 1,
+        acknowledged: 0,
+        message: Box::new(link(limits::TRANSPORT_NAME_BYTES_MAX, limits::LINK_MESSAGE_BYTES_MAX)),
+    };
+    assert_eq!(read(&encode(&fits).unwrap()).unwrap(), fits);
+    refused_on_both_sides(link(1, limits::LINK_MESSAGE_BYTES_MAX + 1), "at most 131072");
+    refused_on_both_sides(link(limits::TRANSPORT_NAME_BYTES_MAX + 1, 1), "at most 32");
+    let failed = |name: usize, why: usize| Message::TransportFailed {
+        transport: "t".repeat(name),
+        error: kvxfer_core::Error::new(ErrorKind::Transport, "the device").because("x".repeat(why)),
+    };
+    refused_on_both_sides(failed(limits::TRANSPORT_NAME_BYTES_MAX + 1, 1), "at most 32");
+    refused_on_both_sides(failed(1, limits::ERROR_BYTES_MAX), "at most 16384");
+    let ready = |part, groups: usize| Message::PartReady {
+        claim: 1,
+        attempt: 1,
+        part,
+        extent: PartExtent::WHOLE,
+        source: Some(kvxfer_core::plan::Target::from(kvxfer_core::layout::Selection {
+            groups: vec![Default::default(); groups],
+        })),
+    };
+    refused_on_both_sides(ready(MESSAGE_PART, 1), "no part's number");
+    refused_on_both_sides(ready(0, limits::GROUPS_MAX + 1), "at most 64");
+    let layout = wire_common::layouts()[0].clone();
+    let pool = |transports: usize, bytes: usize| {
+        Message::PoolAdded(kvxfer_core::wire::PoolAdvert {
+            id: kvxfer_core::PoolId(1),
+            layout: layout.clone(),
+            serves: true,
+            receives: true,
+            keys: vec![("t".to_string(), vec![0; bytes]); transports],
+        })
+    };
+    refused_on_both_sides(pool(1, limits::POOL_KEYS_BYTES_MAX + 1), "at most 65536");
+    refused_on_both_sides(pool(limits::TRANSPORTS_MAX + 1, 1), "at most 16");
+}
+
 #[test]
 fn a_huge_count_allocates_nothing() {
     // A VerdictAck that claims 2^63 grants.

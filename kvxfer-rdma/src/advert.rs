@@ -79,9 +79,10 @@ impl Advert {
     }
 
     pub(crate) fn port_text(&self, port: u16) -> String {
-        self.ports
-            .get(usize::from(port))
-            .map_or_else(|| format!("port {port}"), |port| format!("{}:{}", port.name, port.number))
+        self.ports.get(usize::from(port)).map_or_else(
+            || format!("port {port}"),
+            |port| format!("{}:{}", port.name, port.number),
+        )
     }
 
     pub(crate) fn encode(&self) -> Vec<u8> {

@@ -141,9 +141,19 @@ impl RdmaConfig {
         range("rnr_retry", self.rnr_retry.into(), 0, 6)?;
         range("queue_depth", self.queue_depth.into(), 16, 16_384)?;
         range("receive_depth", self.receive_depth.into(), 2, RECEIVE_DEPTH_MAX.into())?;
-        range("window_bytes_min", self.window_bytes_min, 1 << 20, self.window_bytes_max)?;
+        range(
+            "window_bytes_min",
+            self.window_bytes_min,
+            1 << 20,
+            self.window_bytes_max,
+        )?;
         range("window_chunks_max", self.window_chunks_max.into(), 1, 4096)?;
-        range("transfers_active_max", self.transfers_active_max.into(), 1, u32::MAX.into())?;
+        range(
+            "transfers_active_max",
+            self.transfers_active_max.into(),
+            1,
+            u32::MAX.into(),
+        )?;
         range("transfers_max", self.transfers_max.into(), 1, u32::MAX.into())?;
         range("links_max", self.links_max as u64, 1, 1 << 20)?;
         range("registration_threads", self.registration_threads as u64, 1, 64)?;

@@ -116,12 +116,7 @@ impl Device {
     ///
     /// # Errors
     /// What the device refuses, or lacks.
-    pub(crate) fn new(
-        index: usize,
-        context: Context,
-        ports: Vec<(u16, u8)>,
-        config: &RdmaConfig,
-    ) -> Result<Device> {
+    pub(crate) fn new(index: usize, context: Context, ports: Vec<(u16, u8)>, config: &RdmaConfig) -> Result<Device> {
         let verbs = |error| Error::from(RdmaError::Verbs(error));
         let limits = context.attributes().clone();
         let domain = ProtectionDomain::new(&context).map_err(verbs)?;
@@ -185,7 +180,12 @@ impl Device {
 
     /// Reads a port's state and addresses again. True if the addresses in use changed.
     pub(crate) fn refresh(&self, number: u8) -> bool {
-        let advert = self.ports.lock().iter().find(|port| port.number == number).map(|port| port.advert);
+        let advert = self
+            .ports
+            .lock()
+            .iter()
+            .find(|port| port.number == number)
+            .map(|port| port.advert);
         let Some(advert) = advert else { return false };
         match self.look(advert, number) {
             Ok(fresh) => {
@@ -296,10 +296,12 @@ impl Device {
                 routed: choice.routed,
                 own,
             }),
-            None => Err(Error::new(ErrorKind::Unsupported, "no address of the port reaches the peer")
-                .at(format!("{}:{}", self.name, port.number))
-                .because(choice.table())
-                .remedy("give the port's interface an IP address in the peer's network, or set rdma.gid_index")),
+            None => Err(
+                Error::new(ErrorKind::Unsupported, "no address of the port reaches the peer")
+                    .at(format!("{}:{}", self.name, port.number))
+                    .because(choice.table())
+                    .remedy("give the port's interface an IP address in the peer's network, or set rdma.gid_index"),
+            ),
         }
     }
 

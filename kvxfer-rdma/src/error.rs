@@ -98,7 +98,9 @@ impl From<RdmaError> for Error {
                 };
                 Error::new(kind, "a rail was lost")
                     .at(place)
-                    .because(format!("a work request completed with {status:?} (vendor code {vendor:#x})"))
+                    .because(format!(
+                        "a work request completed with {status:?} (vendor code {vendor:#x})"
+                    ))
                     .remedy(remedy)
             }
             RdmaError::Stalled { place, limit_ms } => rail_lost(

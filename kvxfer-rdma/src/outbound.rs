@@ -203,7 +203,11 @@ impl Outbound {
     /// The slot has arrived, or was refused: it is not written again.
     pub(crate) fn slot_ended(&self, slot: SlotUse) {
         let mut books = self.books.lock();
-        if books.slots.get(&slot).is_some_and(|state| *state != SlotState::Revoking) {
+        if books
+            .slots
+            .get(&slot)
+            .is_some_and(|state| *state != SlotState::Revoking)
+        {
             books.slots.remove(&slot);
         }
     }

@@ -27,7 +27,11 @@ pub(crate) fn choose(
         if ours.ethernet == theirs.ethernet {
             pairs.push((own[pair.local] as u16, pair.remote as u16));
         } else {
-            reasons.push(format!("{} and {}: one is Ethernet, one InfiniBand", ours.text(), theirs.text()));
+            reasons.push(format!(
+                "{} and {}: one is Ethernet, one InfiniBand",
+                ours.text(),
+                theirs.text()
+            ));
         }
     }
     pairs.truncate(config.rails_max.into());

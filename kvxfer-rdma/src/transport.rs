@@ -8,9 +8,7 @@ use std::thread::JoinHandle;
 use kvxfer_core::flow::SlotTable;
 use kvxfer_core::memory::Region;
 use kvxfer_core::mutants;
-use kvxfer_core::transport::{
-    Capabilities, Counter, Link, LinkPeer, LinkWatcher, RegionAccess, Registered, Transport,
-};
+use kvxfer_core::transport::{Capabilities, Counter, Link, LinkPeer, LinkWatcher, RegionAccess, Registered, Transport};
 use kvxfer_core::{Error, ErrorKind, Incarnation, Result};
 use parking_lot::Mutex;
 
@@ -209,7 +207,12 @@ impl Transport for RdmaTransport {
         let pairs = match peer.dials {
             true => {
                 let near = shared.near_ports();
-                rails::choose(&shared.ports, &advert.ports, |port| near.contains(&port), &shared.config)?
+                rails::choose(
+                    &shared.ports,
+                    &advert.ports,
+                    |port| near.contains(&port),
+                    &shared.config,
+                )?
             }
             false => Vec::new(),
         };
@@ -234,7 +237,9 @@ impl Transport for RdmaTransport {
         links.insert(key, core.clone());
         drop(links);
         for (rail, (own_port, peer_port)) in core.rails.iter().zip(pairs) {
-            let Some(engine) = shared.engine_of_port(own_port) else { continue };
+            let Some(engine) = shared.engine_of_port(own_port) else {
+                continue;
+            };
             let place = RailPlace {
                 engine,
                 own_port,
@@ -336,7 +341,12 @@ impl Shared {
         let ranked = rank(&regions, &candidates, Spread::Nearest, candidates.len());
         for rank in &ranked {
             let port = self.ports[rank.port].text();
-            tracing::debug!(port, distance = rank.distance.name(), used = rank.used, "distance to memory");
+            tracing::debug!(
+                port,
+                distance = rank.distance.name(),
+                used = rank.used,
+                "distance to memory"
+            );
         }
         ranked.iter().filter(|rank| rank.used).map(|rank| rank.port).collect()
     }

@@ -66,7 +66,11 @@ fn short_queues() {
 
 #[test]
 fn one_segment_and_one_read_at_a_time() {
-    let site = Site::with(&[("*", "max_sge", "1"), ("*", "max_sge_rd", "1"), ("*", "max_qp_rd_atom", "1")]);
+    let site = Site::with(&[
+        ("*", "max_sge", "1"),
+        ("*", "max_sge_rd", "1"),
+        ("*", "max_qp_rd_atom", "1"),
+    ]);
     both_ways(&site, |_| {}, 256, 8 * KIB);
 }
 
@@ -173,7 +177,10 @@ fn many_at_once_both_ways() {
     );
     let mut open = Vec::new();
     for index in 0..count {
-        for (side, (from, to)) in [(pair.left(), pair.right()), (pair.right(), pair.left())].into_iter().enumerate() {
+        for (side, (from, to)) in [(pair.left(), pair.right()), (pair.right(), pair.left())]
+            .into_iter()
+            .enumerate()
+        {
             let (memory, target) = (&memories[side], &memories[1 - side]);
             let arrival = Arc::new(Arrival::default());
             let slot = to.node.grant(pushed(index), target, Some(arrival.clone()));
@@ -191,9 +198,18 @@ fn many_at_once_both_ways() {
         assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
     }
     for index in 0..count {
-        assert!(memories[0].bytes(&source(index)) == memories[1].bytes(&pushed(index)), "to the right: {index}");
-        assert!(memories[1].bytes(&source(index)) == memories[0].bytes(&pushed(index)), "to the left: {index}");
-        assert!(memories[1].bytes(&source(index)) == memories[0].bytes(&pulled(index)), "pulled: {index}");
+        assert!(
+            memories[0].bytes(&source(index)) == memories[1].bytes(&pushed(index)),
+            "to the right: {index}"
+        );
+        assert!(
+            memories[1].bytes(&source(index)) == memories[0].bytes(&pushed(index)),
+            "to the left: {index}"
+        );
+        assert!(
+            memories[1].bytes(&source(index)) == memories[0].bytes(&pulled(index)),
+            "pulled: {index}"
+        );
     }
     assert_eq!(pair.left_log.lost().len() + pair.right_log.lost().len(), 0);
 }
@@ -254,9 +270,13 @@ fn checksums_hold_and_a_flipped_bit_is_caught() {
     let before = pair.left.counter("rail_closes_total");
     let closes = |pair: &Pair| pair.left.counter("rail_closes_total") + pair.left.counter("rail_session_closes_total");
     let sent = pair.hold_after_admission(slot, || {
-        pair.push_with(&memory, source.clone(), slot, &target, destination.clone(), |spec| spec.checksum = true)
+        pair.push_with(&memory, source.clone(), slot, &target, destination.clone(), |spec| {
+            spec.checksum = true
+        })
     });
-    until("all is written", || closes(&pair) > before && memory.bytes(&source) == target.bytes(&destination));
+    until("all is written", || {
+        closes(&pair) > before && memory.bytes(&source) == target.bytes(&destination)
+    });
     let mut byte = target.read(0, 3 * 8 * KIB + 17, 1);
     byte[0] ^= 1;
     target.regions[0].copy_in(3 * 8 * KIB + 17, &byte).unwrap();
@@ -298,7 +318,10 @@ fn closes_without_credit() {
     let pair = site.pair_with(|config| config.receive_depth = 2);
     let length = 16 * KIB;
     let count = 12;
-    let (memory, target) = (pair.left.memory(&[count * length]), pair.right.memory(&[count * length]));
+    let (memory, target) = (
+        pair.left.memory(&[count * length]),
+        pair.right.memory(&[count * length]),
+    );
     memory.fill(0, 4);
     let stream = |index| range(index * length, length);
     let open: Vec<_> = (0..count)
@@ -427,9 +450,14 @@ fn two_rails_share_the_work() {
     }
     let (left, right) = site.nodes(2, |_| {});
     let pair = Pair::new(left, right).up();
-    until("two rails", || pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2);
+    until("two rails", || {
+        pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2
+    });
     let count = site.choose(64, 24);
-    let (memory, target) = (pair.left.memory(&[count * 256 * KIB]), pair.right.memory(&[count * 256 * KIB]));
+    let (memory, target) = (
+        pair.left.memory(&[count * 256 * KIB]),
+        pair.right.memory(&[count * 256 * KIB]),
+    );
     memory.fill(0, 8);
     let (source, destination) = (scattered(count, 7, 256 * KIB), scattered(count, 5, 256 * KIB));
     for _ in 0..3 {
@@ -452,7 +480,10 @@ fn a_link_is_named_and_ends() {
     let site = Site::open();
     let pair = site.pair();
     let path = pair.left_link.path();
-    assert_eq!((path.transport.as_ref(), path.rails.len(), path.rails_configured), ("rdma", 1, 1));
+    assert_eq!(
+        (path.transport.as_ref(), path.rails.len(), path.rails_configured),
+        ("rdma", 1, 1)
+    );
     assert!(path.rails[0].contains("->"), "{path:?}");
     let (memory, target) = (pair.left.memory(&[64 * KIB]), pair.right.memory(&[64 * KIB]));
     let slot = pair.right.grant(range(0, 4096), &target, None);
@@ -462,13 +493,39 @@ fn a_link_is_named_and_ends() {
     pair.left_log.closed();
     pair.right_log.closed();
     assert_eq!((pair.left.transport.links(), pair.right.transport.links()), (0, 0));
-    let error = pair.left_link.submit(pair.spec(pair.next_id(), &memory, slot, &target)).unwrap_err();
+    let error = pair
+        .left_link
+        .submit(pair.spec(pair.next_id(), &memory, slot, &target))
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);
     assert_eq!(pair.right.slots.close(slot.0, slot.1), Close::Fenced);
-    assert_eq!(pair.left_log.lost(), Vec::<(LaneName, usize, _)>::new(), "closing is no loss");
+    assert_eq!(
+        pair.left_log.lost(),
+        Vec::<(LaneName, usize, _)>::new(),
+        "closing is no loss"
+    );
     if let Some(fabric) = &site.fabric {
         drop(pair);
         assert_eq!(fabric.counter("*", "qps_created"), fabric.counter("*", "qps_destroyed"));
-        assert_eq!((fabric.counter("*", "misuse"), fabric.counter("*", "cq_overruns")), (0, 0));
+        assert_eq!(
+            (fabric.counter("*", "misuse"), fabric.counter("*", "cq_overruns")),
+            (0, 0)
+        );
+    }
+}
+
+/// A slot is admitted while parts are being added: none is lost between waiting and being sent.
+#[test]
+fn parts_added_while_the_slot_is_admitted() {
+    let site = Site::open();
+    let pair = site.pair();
+    let length = 4 * KIB;
+    let (memory, target) = (pair.left.memory(&[length]), pair.right.memory(&[length]));
+    let stream = range(0, length);
+    for round in 0..site.choose(3000u64, 300) {
+        memory.fill(0, round);
+        pair.carry(&memory, &stream, &target, &stream);
+        pair.left_log.clear();
+        pair.right_log.clear();
     }
 }

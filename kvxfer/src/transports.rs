@@ -14,7 +14,7 @@ use kvxfer_core::{Error, ErrorKind, Result};
 use kvxfer_rdma::{Pairing, RdmaConfig, RdmaTransport};
 use kvxfer_tcp::{TcpConfig, TcpTransport};
 
-use crate::config::Config;
+use crate::config::{Config, split_pair};
 
 /// An endpoint's transports, in order of preference.
 pub(crate) struct Transports {
@@ -195,7 +195,7 @@ fn rail_pairs(settings: &[String]) -> Pairing {
         pairs => Pairing::Explicit(
             pairs
                 .iter()
-                .filter_map(|pair| pair.split_once('='))
+                .filter_map(|pair| split_pair(pair))
                 .map(|(own, their)| (own.to_owned(), their.to_owned()))
                 .collect(),
         ),

@@ -14,8 +14,8 @@ use std::time::Duration;
 
 use common::*;
 use kvxfer::{
-    ClaimOptions, Config, ErrorKind, GrantHandle, GrantOptions, OfferOptions, PoolLayout, PullOptions, PushOptions, Role,
-    Selection, Transfer,
+    ClaimOptions, Config, ErrorKind, GrantHandle, GrantOptions, OfferOptions, PoolLayout, PullOptions, PushOptions,
+    Role, Selection, Transfer,
 };
 use rustix::net::Shutdown;
 
@@ -23,7 +23,12 @@ const BLOCK_BYTES: u32 = 256 << 10;
 const BIG_BLOCKS: u32 = 64;
 
 fn big_side(name: &str, config: Config) -> Side {
-    Side::with(name, config, PoolLayout::opaque(BLOCK_BYTES, BIG_BLOCKS).unwrap(), Role::Both)
+    Side::with(
+        name,
+        config,
+        PoolLayout::opaque(BLOCK_BYTES, BIG_BLOCKS).unwrap(),
+        Role::Both,
+    )
 }
 
 fn all() -> Selection {
@@ -50,11 +55,17 @@ fn unlike(side: &Side, mark: u8) -> usize {
 fn begun(from: &Side, to: &Side, pull: bool) -> (GrantHandle, Transfer) {
     let (granted, transfer, mover, direction) = if pull {
         let granted = from.pool.serve(all(), GrantOptions::default()).unwrap();
-        let transfer = to.endpoint.pull(granted.grant(), &to.pool, all(), PullOptions::default()).unwrap();
+        let transfer = to
+            .endpoint
+            .pull(granted.grant(), &to.pool, all(), PullOptions::default())
+            .unwrap();
         (granted, transfer, to, "read")
     } else {
         let granted = to.pool.grant(all(), GrantOptions::default()).unwrap();
-        let transfer = from.endpoint.push(&from.pool, all(), granted.grant(), PushOptions::default()).unwrap();
+        let transfer = from
+            .endpoint
+            .push(&from.pool, all(), granted.grant(), PushOptions::default())
+            .unwrap();
         (granted, transfer, from, "sent")
     };
     eventually("it is under way", || under_way(&mover.endpoint, direction) > 0.0);
@@ -79,17 +90,29 @@ fn endpoints_are_dropped_while_bytes_are_under_way() {
             (from, pull)
         };
         let (gone, stays) = if granted_is_left {
-            (transfer.done().wait(LONG).map(drop), granted.arrived().wait(LONG).map(drop))
+            (
+                transfer.done().wait(LONG).map(drop),
+                granted.arrived().wait(LONG).map(drop),
+            )
         } else {
-            (granted.arrived().wait(LONG).map(drop), transfer.done().wait(LONG).map(drop))
+            (
+                granted.arrived().wait(LONG).map(drop),
+                transfer.done().wait(LONG).map(drop),
+            )
         };
         if let Err(error) = gone {
-            assert!(matches!(error.kind(), ErrorKind::Closed | ErrorKind::Unknown), "{error}");
+            assert!(
+                matches!(error.kind(), ErrorKind::Closed | ErrorKind::Unknown),
+                "{error}"
+            );
         }
         if let Err(error) = stays {
             let kind = error.kind();
             assert!(
-                matches!(kind, ErrorKind::PeerLost | ErrorKind::Closed | ErrorKind::Cancelled | ErrorKind::Unknown),
+                matches!(
+                    kind,
+                    ErrorKind::PeerLost | ErrorKind::Closed | ErrorKind::Cancelled | ErrorKind::Unknown
+                ),
                 "{error}"
             );
             assert_ne!(error.destination(), kvxfer::Destination::Quarantined, "{error}");
@@ -135,7 +158,10 @@ fn sessions_that_break_lose_nothing_of_what_the_devices_do() {
         let destination = tokens(100, [4, 5, 6, 60, 8, 30, 2]);
         fill(&prefill.pool, &source, &key, 0);
         poison(&decode.pool, &destination);
-        let offer = prefill.endpoint.offer(&key, &prefill.pool, OfferOptions::default()).unwrap();
+        let offer = prefill
+            .endpoint
+            .offer(&key, &prefill.pool, OfferOptions::default())
+            .unwrap();
         offer.append(&source).unwrap();
         let options = ClaimOptions {
             pull: n % 3 == 2,
@@ -228,7 +254,10 @@ fn a_device_that_goes_away_is_an_error_if_nothing_else_is_named() {
         return;
     }
     let error = transfer.done().wait(LONG).unwrap_err();
-    assert!(matches!(error.kind(), ErrorKind::Transport | ErrorKind::Unknown), "{error}");
+    assert!(
+        matches!(error.kind(), ErrorKind::Transport | ErrorKind::Unknown),
+        "{error}"
+    );
     assert!(error.to_string().contains("rdma"), "{error}");
     // The receiver's blocks are its own again, once it takes them back.
     granted.cancel();

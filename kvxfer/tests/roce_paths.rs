@@ -46,7 +46,10 @@ fn the_path_names_transport_devices_and_rails() {
     assert_eq!(path.transport, "rdma");
     assert_eq!((path.rails.len(), path.rails_configured), (1, 1), "{path:?}");
     let (own, their) = (site::site().device(0), site::site().device(1));
-    assert!(path.rails[0].contains(&own) && path.rails[0].contains(&their), "{path:?}");
+    assert!(
+        path.rails[0].contains(&own) && path.rails[0].contains(&their),
+        "{path:?}"
+    );
     for (from, to, device) in [(&sender, &receiver, &own), (&receiver, &sender, &their)] {
         let text = from.endpoint.explain(&to.endpoint.address());
         assert!(text.contains("path: rdma, 1 of 1 rails up"), "{text}");
@@ -118,7 +121,9 @@ fn rdma_alone_is_never_replaced() {
     assert_eq!(before, snapshot(&receiver.pool));
     // Once it is mended it is found again.
     drop(down);
-    eventually("the rail comes up", || push(&sender, &receiver, "again").is_ok_and(|path| path.transport == "rdma"));
+    eventually("the rail comes up", || {
+        push(&sender, &receiver, "again").is_ok_and(|path| path.transport == "rdma")
+    });
 }
 
 #[test]
@@ -142,7 +147,11 @@ fn rdma_that_is_named_and_not_there_is_an_error() {
     if site::site().is_real() {
         return;
     }
-    for (key, value, words) in [("devices", "0", "device"), ("port_state", "down", "the port is down"), ("gids", "none", "GID")] {
+    for (key, value, words) in [
+        ("devices", "0", "device"),
+        ("port_state", "down", "the port is down"),
+        ("gids", "none", "GID"),
+    ] {
         let fabric = FakeFabric::with(&[("*", key, value)]).unwrap();
         let mut config = named(&["rdma"], 0);
         config.rdma.library = fabric.library_path().to_str().unwrap().into();
@@ -166,7 +175,10 @@ fn auto_takes_what_there_is_and_says_so() {
     assert_eq!(push(&without, &receiver, "l").unwrap().transport, "tcp");
     let text = without.endpoint.explain(&receiver.endpoint.address());
     assert!(text.contains("transports here: tcp"), "{text}");
-    assert!(text.contains("not rdma: ") && text.contains("/nonexistent/libibverbs.so.1"), "{text}");
+    assert!(
+        text.contains("not rdma: ") && text.contains("/nonexistent/libibverbs.so.1"),
+        "{text}"
+    );
     let text = receiver.endpoint.explain(&without.endpoint.address());
     assert!(text.contains("path: tcp"), "{text}");
 }

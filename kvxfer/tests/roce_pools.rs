@@ -111,9 +111,19 @@ fn a_pool_is_not_unregistered_under_what_is_under_way() {
             b.pool.grant(all(), GrantOptions::default()).unwrap()
         };
         let (mover, transfer) = if pull {
-            (&b, b.endpoint.pull(held.grant(), &b.pool, all(), PullOptions::default()).unwrap())
+            (
+                &b,
+                b.endpoint
+                    .pull(held.grant(), &b.pool, all(), PullOptions::default())
+                    .unwrap(),
+            )
         } else {
-            (&a, a.endpoint.push(&a.pool, all(), held.grant(), PushOptions::default()).unwrap())
+            (
+                &a,
+                a.endpoint
+                    .push(&a.pool, all(), held.grant(), PushOptions::default())
+                    .unwrap(),
+            )
         };
         let direction = if pull { "read" } else { "sent" };
         eventually("bytes are under way", || under_way(&mover.endpoint, direction) > 0.0);
@@ -123,7 +133,10 @@ fn a_pool_is_not_unregistered_under_what_is_under_way() {
             let soon = side.pool.close_wait(Duration::from_millis(5));
             assert_eq!(soon.unwrap_err().kind(), ErrorKind::Busy);
         }
-        assert!(under_way(&mover.endpoint, direction) > 0.0, "it was too fast for this test");
+        assert!(
+            under_way(&mover.endpoint, direction) > 0.0,
+            "it was too fast for this test"
+        );
         transfer.cancel();
         held.cancel();
         let _ = transfer.done().wait(LONG);

@@ -276,13 +276,15 @@ pub fn message() -> impl Strategy<Value = Message> {
         claim().prop_map(|claim| Message::ClaimEndedAck { claim }),
         (claim(), any::<u32>()).prop_map(|(claim, attempt)| Message::Restarted { claim, attempt }),
         (claim(), error()).prop_map(|(claim, error)| Message::SourceEnded { claim, error }),
-        (claim(), any::<u32>(), 0..100u32, extent()).prop_map(|(claim, attempt, part, extent)| Message::PartReady {
-            source: None,
-            claim,
-            attempt,
-            part,
-            extent
-        }),
+        (claim(), any::<u32>(), 0..100u32, extent(), option::of(target())).prop_map(
+            |(claim, attempt, part, extent, source)| Message::PartReady {
+                claim,
+                attempt,
+                part,
+                extent,
+                source,
+            }
+        ),
         (claim(), any::<u32>(), 0..100u32).prop_map(|(claim, attempt, part)| Message::ReadPart {
             claim,
             attempt,
@@ -329,7 +331,12 @@ pub fn message() -> impl Strategy<Value = Message> {
         (lane(), vec((chunk_name(), chunk_state()), 0..10))
             .prop_map(|(lane, chunks)| Message::LaneFenced { lane, chunks }),
     ];
-    prop_oneof![named, carrying]
+    let of_links = prop_oneof![
+        (any::<u64>(), grant_name()).prop_map(|(read, grant)| Message::ReadDirect { read, grant }),
+        ("[a-z]{1,8}", vec(any::<u8>(), 0..60)).prop_map(|(transport, body)| Message::Link { transport, body }),
+        ("[a-z]{1,8}", error()).prop_map(|(transport, error)| Message::TransportFailed { transport, error }),
+    ];
+    prop_oneof![5 => named, 5 => carrying, 1 => of_links]
 }
 
 pub fn frame() -> impl Strategy<Value = Frame> {

@@ -6,7 +6,7 @@ use kvxfer_core::transport::LinkEvent;
 
 use crate::counters::add;
 use crate::error::RdmaError;
-use crate::message::{LinkMessage, SlotUse};
+use crate::message::LinkMessage;
 use crate::verbs::{Completion, ErrorClass};
 
 use super::Turn;
@@ -33,10 +33,11 @@ impl Pair {
                     status: completion.status,
                     vendor: completion.vendor_error,
                 };
-                self.failure.get_or_insert_with(|| error.into());
+                let error: kvxfer_core::Error = error.into();
                 if completion.status.class() == ErrorClass::RemoteAccess && completion.wr_id & RECEIVE == 0 {
-                    self.refused_request.get_or_insert(completion.wr_id);
+                    self.refused_request.get_or_insert((completion.wr_id, error.clone()));
                 }
+                self.failure.get_or_insert(error);
             } else {
                 let error = RdmaError::Lost {
                     place: place(),
@@ -125,10 +126,8 @@ impl Lane {
                 add(&counters.written_bytes, chunk.header.length.into());
                 ChunkState::Applied
             }
-            (Direction::Write, false) => match link.outbound.is_revoking(SlotUse::of(&chunk.header)) {
-                true => ChunkState::Refused,
-                false => ChunkState::Missing,
-            },
+            // Revoked, or not inside what the peer has registered: neither gets better by trying again.
+            (Direction::Write, false) => ChunkState::Refused,
             (Direction::Read, true) => {
                 add(&counters.read_bytes, chunk.header.length.into());
                 let applied = link.slots.applied(&chunk.header);

@@ -21,14 +21,14 @@ use crate::gid::PeerGid;
 use crate::message::{LinkMessage, RailHello, reason};
 use crate::random;
 use crate::verbs::{
-    CompletionQueue, InitState, Mtu, Operation, PathAddress, QueuePair, QueuePairCapacity, ReceiveState, Request, SendState,
-    Sge,
+    CompletionQueue, InitState, Mtu, Operation, PathAddress, QueuePair, QueuePairCapacity, ReceiveState, Request,
+    SendState, Sge,
 };
 
+use super::QUEUE_SLACK as SLACK;
 use super::Turn;
 use super::complete::RECEIVE;
 use super::lane::{Lane, Pair, Received, Stage};
-use super::QUEUE_SLACK as SLACK;
 use super::work::{Marker, StandsFor};
 
 /// The shortest receiver-not-ready timer that matters here: 12 is 0.64 ms.
@@ -83,12 +83,10 @@ impl Lane {
     fn accept(&mut self, turn: &mut Turn<'_>, hello: RailHello) {
         self.epoch = hello.lane.epoch;
         self.place.peer_port = hello.own_port;
-        let joined = self
-            .make_pair(turn)
-            .and_then(|sequence| {
-                self.join(turn, &hello, sequence)?;
-                self.hello(turn, sequence)
-            });
+        let joined = self.make_pair(turn).and_then(|sequence| {
+            self.join(turn, &hello, sequence)?;
+            self.hello(turn, sequence)
+        });
         match joined {
             Ok(own) => {
                 self.link.tell(LinkMessage::Accept(own));
@@ -273,7 +271,11 @@ impl Lane {
             .filter(|gid| Some(gid.gid) == hello.gid)
             .collect();
         let way = device.gid_for(&port, &peer)?;
-        let bytes = port.mtu.bytes().min(hello.mtu_bytes).min(config.mtu.unwrap_or(u32::MAX));
+        let bytes = port
+            .mtu
+            .bytes()
+            .min(hello.mtu_bytes)
+            .min(config.mtu.unwrap_or(u32::MAX));
         let Some(mtu) = Mtu::from_bytes(bytes) else {
             return Err(RdmaError::peer(&self.link, format!("its path MTU of {bytes} bytes is none")).into());
         };
@@ -295,7 +297,9 @@ impl Lane {
             min_rnr_timer: RNR_TIMER,
         };
         let verbs = |error| Error::from(RdmaError::Verbs(error));
-        let Some(queue_pair) = &pair.queue_pair else { return Ok(()) };
+        let Some(queue_pair) = &pair.queue_pair else {
+            return Ok(());
+        };
         queue_pair.to_receive(&state).map_err(verbs)?;
         queue_pair
             .to_send(&SendState {

@@ -37,7 +37,9 @@ impl Lane {
                 break;
             }
             let Some(pair) = self.pair.as_mut() else { return };
-            let Some(mut current) = pair.current.take() else { continue };
+            let Some(mut current) = pair.current.take() else {
+                continue;
+            };
             // A place is kept for each close that must follow.
             let reserve = pair.open.len() as i64 + 1;
             match self.step(turn, &mut current, reserve) {
@@ -61,7 +63,12 @@ impl Lane {
         self.post(turn);
         // Turns of posting were used up: there may be more.
         let sender = self.link.sender.lock();
-        if self.pair.as_ref().is_some_and(|pair| pair.room > pair.open.len() as i64 + 2) && sender.has_work(self.rail) {
+        if self
+            .pair
+            .as_ref()
+            .is_some_and(|pair| pair.room > pair.open.len() as i64 + 2)
+            && sender.has_work(self.rail)
+        {
             self.kicked = true;
         }
     }
@@ -87,10 +94,13 @@ impl Lane {
                     return true;
                 }
                 Err(state) => {
-                    self.link
-                        .sender
-                        .lock()
-                        .completed(self.name(), chunk.transfer, chunk.header.name(), state, turn.now);
+                    self.link.sender.lock().completed(
+                        self.name(),
+                        chunk.transfer,
+                        chunk.header.name(),
+                        state,
+                        turn.now,
+                    );
                 }
             }
         }
@@ -152,7 +162,6 @@ impl Lane {
         Ok(Current {
             local: Side::new(stream, &header, turn.scratch.list()),
             remote: Side::new(remote_stream.clone(), &header, turn.scratch.list()),
-            keys,
             posted: 0,
             sent: SentChunk {
                 transfer: chunk.transfer,
@@ -160,6 +169,7 @@ impl Lane {
                 direction: remote.direction,
                 whole: false,
                 guard,
+                keys,
                 requests: (next, u64::MAX),
             },
         })
@@ -167,7 +177,9 @@ impl Lane {
 
     /// Turns a chunk's segments into work requests until it is done or nothing more fits.
     fn step(&mut self, turn: &mut Turn<'_>, current: &mut Current, reserve: i64) -> Step {
-        let Some(pair) = self.pair.as_mut() else { return Step::GivenUp };
+        let Some(pair) = self.pair.as_mut() else {
+            return Step::GivenUp;
+        };
         let Some(peer) = &pair.peer else { return Step::GivenUp };
         let slot = SlotUse::of(&current.sent.header);
         if current.posted > 0 && self.link.outbound.is_revoking(slot) {
@@ -185,16 +197,27 @@ impl Lane {
             if room <= 0 || turn.batch.is_full() || turn.batch.segments_left() < segments_max {
                 return Step::Full;
             }
-            let Some(remote) = current.remote.peek() else { return Step::GivenUp };
-            let Some(place) = current.keys.remote.locate(remote.region, remote.offset, 1, remote_device) else {
+            let Some(remote) = current.remote.peek() else {
                 return Step::GivenUp;
             };
-            let wanted = remote.length.min(place.until_edge).min(REQUEST_BYTES_MAX).min(device.message_bytes_max);
+            let Some(place) = current
+                .sent
+                .keys
+                .remote
+                .locate(remote.region, remote.offset, 1, remote_device)
+            else {
+                return Step::GivenUp;
+            };
+            let wanted = remote
+                .length
+                .min(place.until_edge)
+                .min(REQUEST_BYTES_MAX)
+                .min(device.message_bytes_max);
             turn.scratch.gathered.clear();
             let mut gathered = 0;
             while gathered < wanted && turn.scratch.gathered.len() < segments_max {
                 let Some(local) = current.local.peek() else { break };
-                let Some(key) = current.keys.local[local.region as usize].local(device.index, local.offset) else {
+                let Some(key) = current.sent.keys.local[local.region as usize].local(device.index, local.offset) else {
                     return Step::GivenUp;
                 };
                 let length = local.length.min(key.until_edge).min(wanted - gathered);
@@ -262,7 +285,7 @@ impl Lane {
         });
         let open = &mut pair.open[place];
         if let Some(digest) = &mut open.checksum {
-            let keys = &current.keys.local;
+            let keys = &current.sent.keys.local;
             checksum::feed(digest, current.local.stream(), header.offset, header.length, |region| {
                 keys.get(region as usize).map(|keys| keys.region())
             });
@@ -324,7 +347,11 @@ impl Lane {
         if immediate {
             pair.credits = pair.credits.saturating_sub(1);
             add(&counters.closes, 1);
-            pair.push_marker(turn, Some(closing.immediate()), StandsFor::Close { chunks, closing: None });
+            pair.push_marker(
+                turn,
+                Some(closing.immediate()),
+                StandsFor::Close { chunks, closing: None },
+            );
             self.link.tell(LinkMessage::Closing(closing));
         } else {
             add(&counters.closes_over_session, 1);
@@ -350,7 +377,9 @@ impl Lane {
         let counters = &self.link.rails[usize::from(self.rail)].counters;
         add(&counters.requests, turn.batch.len() as u64);
         add(&counters.doorbells, 1);
-        let Some(queue_pair) = &mut pair.queue_pair else { return false };
+        let Some(queue_pair) = &mut pair.queue_pair else {
+            return false;
+        };
         if let Err(error) = queue_pair.post_send(turn.batch) {
             pair.torn = true;
             self.fail(RdmaError::from(error.source).into());

@@ -13,11 +13,13 @@ use crate::link::{Flushing, LinkCore, Mail, RailPlace};
 use crate::message::{Closing, LinkMessage, RailHello};
 use crate::verbs::{CompletionBuffer, CompletionQueue, Mtu, QueuePair};
 
-use super::work::{Current, Marker, OpenClose};
 use super::Turn;
+use super::work::{Current, Marker, OpenClose};
 
 /// Earlier epochs whose closes may still be told, at most: each goes when the peer asks for its fence.
 const PAST_MAX: usize = 16;
+/// Fences that wait for a flush, at most.
+const FENCES_MAX: usize = 64;
 
 /// A rail's end.
 pub(super) struct Lane {
@@ -46,6 +48,10 @@ pub(super) struct Lane {
     /// What was there when a flush was asked for: that flush is enough for these, and for no others.
     pub(super) flushing: Unflushed,
     pub(super) flush_asked: bool,
+    /// The last queue pair could not be destroyed.
+    pub(super) undestroyed: bool,
+    /// The last flush failed; the next is not asked for before this.
+    pub(super) flush_again: Option<Time>,
     /// The device is gone for good: it is not flushed any more.
     pub(super) device_dead: bool,
 }
@@ -101,7 +107,7 @@ pub(super) struct Pair {
     /// Completed with an error, to be acted on in the lane's turn.
     pub(super) failure: Option<Error>,
     /// The work request that the peer did not let have its memory.
-    pub(super) refused_request: Option<u64>,
+    pub(super) refused_request: Option<(u64, Error)>,
     /// Immediates that came, to be handled in the lane's turn.
     pub(super) immediates: Vec<u32>,
     /// Markers that completed, to be handled in the lane's turn.
@@ -124,17 +130,20 @@ pub(super) struct Unflushed {
     pub(super) closings: Vec<Closing>,
     /// Slots that the peer writes no more.
     pub(super) revoked: Vec<Arc<Flushing>>,
+    /// Queue pairs that are destroyed, after which the device could not be flushed.
+    pub(super) lanes: Vec<LaneName>,
 }
 
 impl Unflushed {
     pub(super) fn is_empty(&self) -> bool {
-        self.closings.is_empty() && self.revoked.is_empty()
+        self.closings.is_empty() && self.revoked.is_empty() && self.lanes.is_empty()
     }
 
     /// Takes all of `other`, after what is here.
     pub(super) fn append(&mut self, other: &mut Unflushed) {
         self.closings.append(&mut other.closings);
         self.revoked.append(&mut other.revoked);
+        self.lanes.append(&mut other.lanes);
     }
 }
 
@@ -158,6 +167,8 @@ impl Lane {
             unflushed: Unflushed::default(),
             flushing: Unflushed::default(),
             flush_asked: false,
+            undestroyed: false,
+            flush_again: None,
             device_dead: false,
         }
     }
@@ -193,6 +204,9 @@ impl Lane {
             self.retry_at = Some(Time::ZERO);
             self.kicked = true;
         }
+        if self.flush_again.is_some() {
+            self.flush_again = Some(Time::ZERO);
+        }
     }
 
     /// The device is gone for good: no verb on it comes to anything.
@@ -217,7 +231,12 @@ impl Lane {
                 Ok(count) => {
                     any = true;
                     for completion in buffer.iter() {
-                        pair.take(&completion, now, || self.link.lane_place(LaneName { index: self.rail, epoch: self.epoch }));
+                        pair.take(&completion, now, || {
+                            self.link.lane_place(LaneName {
+                                index: self.rail,
+                                epoch: self.epoch,
+                            })
+                        });
                     }
                     if (count as usize) < buffer.capacity() {
                         break;
@@ -260,6 +279,10 @@ impl Lane {
 
     /// When the lane wants a turn whatever happens.
     pub(super) fn due(&self, now: Time) -> Option<Time> {
+        self.stage_due(now).into_iter().chain(self.flush_again).min()
+    }
+
+    fn stage_due(&self, now: Time) -> Option<Time> {
         match &self.stage {
             Stage::Idle => self.retry_at.map(|at| at.max(now)),
             Stage::Connecting { limit } | Stage::Probing { limit } => Some(*limit),
@@ -357,6 +380,9 @@ impl Lane {
         }
         if self.link.is_unfinished(lane) {
             // What it may still write cannot be said to be over: no answer is better than a wrong one.
+            if self.fences.len() < FENCES_MAX {
+                self.fences.push((lane, chunks));
+            }
             return;
         }
         // Gone already, or never made: a later try of that epoch is refused.

@@ -2,7 +2,7 @@
 //! everything posted has its completion, then destroyed, then the device flushed. Only after that nothing of it can land.
 
 use kvxfer_core::Error;
-use kvxfer_core::flow::{ChunkState, Direction};
+use kvxfer_core::flow::{ChunkState, Direction, LaneName};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 
@@ -51,7 +51,10 @@ impl Lane {
             let drained = self.pair.as_ref().is_none_or(Pair::drained);
             if drained || *limit <= turn.now {
                 if !drained {
-                    tracing::warn!(rail = self.text(), "the queue pair did not drain in time: it is destroyed as it is");
+                    tracing::warn!(
+                        rail = self.text(),
+                        "the queue pair did not drain in time: it is destroyed as it is"
+                    );
                 }
                 let error = error.clone();
                 self.destroy_pair(turn, error);
@@ -77,6 +80,7 @@ impl Lane {
         self.flush_asked = true;
         let text = self.text();
         let destroyed = self.pair.as_mut().is_none_or(|pair| pair.destroy(&text));
+        self.undestroyed = !destroyed;
         if !destroyed || mutants::is(Mutant::SkipFlush) {
             turn.flusher.answer_without(key, destroyed);
         } else {
@@ -92,7 +96,7 @@ impl Lane {
     fn gone(&mut self, turn: &mut Turn<'_>, flushed: bool) {
         // What came before the end counts.
         self.take_completed(turn);
-        let Stage::Flushing { error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
+        let Stage::Flushing { mut error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
             return;
         };
         let name = self.name();
@@ -101,10 +105,14 @@ impl Lane {
         let mut refused = Vec::new();
         if let Some(mut pair) = self.pair.take() {
             for chunk in pair.chunks_left() {
-                if pair.refused_request.is_some_and(|number| chunk.has_request(number)) {
+                if pair.refused_request.as_ref().is_some_and(|(number, _)| chunk.has_request(*number)) {
                     refused.push((chunk.transfer, chunk.direction, chunk.header));
                 }
                 quiet |= self.drop_chunk(chunk);
+            }
+            if let Some((_, refusal)) = pair.refused_request.take() {
+                // The better reason, also if the peer was quicker to say that it lost the rail.
+                error = refusal;
             }
             self.keep_received(std::mem::take(&mut pair.received));
         }
@@ -114,7 +122,10 @@ impl Lane {
             sender.completed(name, *transfer, header.name(), ChunkState::Refused, turn.now);
         }
         let chunks = sender.lane_lost(name);
-        for (_, _, header) in refused.iter().filter(|(_, direction, _)| *direction == Direction::Write) {
+        for (_, _, header) in refused
+            .iter()
+            .filter(|(_, direction, _)| *direction == Direction::Write)
+        {
             sender.slot_refused(header.slot, header.generation);
         }
         drop(sender);
@@ -143,13 +154,35 @@ impl Lane {
             error,
         });
         if flushed {
-            for (lane, chunks) in std::mem::take(&mut self.fences) {
-                self.answer_fence(lane, chunks);
-            }
+            // Also for those before it.
+            let mut lanes = std::mem::take(&mut self.unflushed.lanes);
+            lanes.push(name);
+            self.lanes_flushed(&lanes);
         } else {
-            tracing::error!(rail = self.text(), "the device could not be flushed: what it may still write is quarantined");
+            tracing::error!(
+                rail = self.text(),
+                "the device could not be flushed: what it may still write is quarantined"
+            );
+            if !self.undestroyed {
+                self.unflushed.lanes.push(name);
+                self.flush_again = Some(turn.now);
+            }
         }
         self.after_loss(turn);
+    }
+
+    /// The device was flushed after these queue pairs were destroyed: nothing of them lands any more.
+    pub(super) fn lanes_flushed(&mut self, lanes: &[LaneName]) {
+        for lane in lanes {
+            self.link.lane_gone(*lane, true);
+        }
+        for (lane, chunks) in std::mem::take(&mut self.fences) {
+            if lanes.contains(&lane) {
+                self.answer_fence(lane, chunks);
+            } else {
+                self.fences.push((lane, chunks));
+            }
+        }
     }
 
     /// A chunk that was outstanding when the queue pair went. True if leaving its fence made it.
@@ -196,7 +229,11 @@ impl Pair {
     /// Everything on it that has not completed.
     fn chunks_left(&mut self) -> Vec<SentChunk> {
         let mut left = Vec::new();
-        let markers = self.markers.drain(..).chain(self.flushed.drain(..)).chain(self.completed.drain(..));
+        let markers = self
+            .markers
+            .drain(..)
+            .chain(self.flushed.drain(..))
+            .chain(self.completed.drain(..));
         for marker in markers {
             match marker.stands_for {
                 StandsFor::Close { chunks, .. } => left.extend(chunks),

@@ -251,7 +251,8 @@ impl Engine {
                 }
             }
         }
-        self.flusher.advance(&self.shared.device, &self.channel, &self.transport.registry, now);
+        self.flusher
+            .advance(&self.shared.device, &self.channel, &self.transport.registry, now);
         for asker in self.flusher.answered() {
             match self.lanes.get_mut(&asker) {
                 Some(lane) => lane.kicked = true,
@@ -404,6 +405,8 @@ impl Engine {
                 }
             }
             AsyncEventKind::PortDown(port) => {
+                // So that no rail is tried over it before it is back.
+                device.refresh(port);
                 for lane in self.lanes.values_mut().filter(|lane| lane.port(device) == Some(port)) {
                     lane.fail(lost(&format!("port {port} went down")));
                 }

@@ -1,5 +1,7 @@
 //! The receiving side of a rail: closes are matched with what they cover, and what they cover is counted.
 
+use std::time::Duration;
+
 use kvxfer_core::flow::{Applied, ChunkHeader, Placement};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
@@ -17,6 +19,8 @@ use super::lane::{Lane, Received};
 const CLOSINGS_MAX: usize = 4096;
 /// Closes without an immediate that wait for a flush, per rail, at most.
 const UNFLUSHED_MAX: usize = 65_536;
+/// Pause after a flush failed: while a port is down, its device may not even reach itself.
+const FLUSH_PAUSE: Duration = Duration::from_millis(100);
 
 impl Lane {
     /// The peer says what a close covers.
@@ -25,7 +29,8 @@ impl Lane {
             // Its writes are complete at the sender, on whatever queue pair they were; they may still be on their way to
             // memory here.
             if self.unflushed.closings.len() >= UNFLUSHED_MAX {
-                self.link.fail(RdmaError::peer(&self.link, "it closes faster than this side can flush".into()).into());
+                self.link
+                    .fail(RdmaError::peer(&self.link, "it closes faster than this side can flush".into()).into());
                 return;
             }
             self.unflushed.closings.push(closing);
@@ -49,7 +54,8 @@ impl Lane {
             self.count(turn, closing);
             self.matched(epoch);
         } else if received.closings.len() >= CLOSINGS_MAX || received.closings.contains_key(&immediate) {
-            self.link.fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
+            self.link
+                .fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
         } else {
             received.closings.insert(immediate, closing);
         }
@@ -113,14 +119,25 @@ impl Lane {
                 None => return,
                 Some(true) => {
                     let flushed = std::mem::take(&mut self.flushing);
-                    flushed.closings.into_iter().for_each(|closing| self.count(turn, closing));
+                    flushed
+                        .closings
+                        .into_iter()
+                        .for_each(|closing| self.count(turn, closing));
                     flushed.revoked.iter().for_each(|slot| self.link.device_flushed(slot));
+                    self.lanes_flushed(&flushed.lanes);
                 }
-                // Tried again. A device that is gone for good ends the link.
-                Some(false) => self.unflush(),
+                Some(false) => {
+                    self.unflush();
+                    self.flush_again = Some(turn.now + FLUSH_PAUSE);
+                }
             }
             self.flush_asked = false;
         }
+        if self.flush_again.is_some_and(|at| turn.now < at) {
+            return;
+        }
+        self.flush_again = None;
+        // A device that is gone for good is not flushed any more; with the last one the link ends.
         if !self.unflushed.is_empty() && !self.device_dead {
             self.flushing = std::mem::take(&mut self.unflushed);
             turn.flusher.ask(key);
@@ -182,10 +199,13 @@ impl Lane {
     }
 
     fn corrupt(&mut self, closing: &Closing, taken: &[ChunkHeader]) {
-        let error = Error::new(ErrorKind::Corrupt, format!("slot {}.{}", closing.slot.slot, closing.slot.generation))
-            .at(self.text())
-            .because("the bytes that arrived are not those that were sent: their CRC64 differs")
-            .remedy("send it again; if it happens again on this rail, take the port out of use and test the machine");
+        let error = Error::new(
+            ErrorKind::Corrupt,
+            format!("slot {}.{}", closing.slot.slot, closing.slot.generation),
+        )
+        .at(self.text())
+        .because("the bytes that arrived are not those that were sent: their CRC64 differs")
+        .remedy("send it again; if it happens again on this rail, take the port out of use and test the machine");
         for header in taken {
             self.link.slots.abandon(header);
         }

@@ -45,6 +45,9 @@ pub(crate) struct SentChunk {
     pub(crate) whole: bool,
     /// Inside the fence of the blocks on this side, for as long as the device may touch them.
     pub(crate) guard: Option<OwnedGateGuard>,
+    /// The registrations that its work requests name: the device may read them again until it is done, also after the
+    /// transfer has arrived and is forgotten.
+    pub(crate) keys: Arc<TransferKeys>,
     /// Its work requests' numbers, first and last.
     pub(crate) requests: (u64, u64),
 }
@@ -58,7 +61,6 @@ impl SentChunk {
 /// The chunk that is being posted.
 pub(crate) struct Current {
     pub(crate) sent: SentChunk,
-    pub(crate) keys: Arc<TransferKeys>,
     pub(crate) local: Side,
     pub(crate) remote: Side,
     /// Bytes posted.
@@ -120,7 +122,9 @@ impl Side {
         if length == 0 {
             return None;
         }
-        let got = self.stream.segments(self.read, length, SEGMENTS_MAX, &mut self.segments);
+        let got = self
+            .stream
+            .segments(self.read, length, SEGMENTS_MAX, &mut self.segments);
         self.read += got;
         (got > 0).then_some(())
     }

@@ -11,8 +11,8 @@ use std::sync::mpsc;
 use std::time::{Duration, Instant};
 
 use kvxfer_core::flow::{
-    ByteStream, Close, Direction, Gate, LaneName, PartExtent, Remote, SendEvent, SendPart, SendSpec, SlotTable, SlotWatcher,
-    TransferId,
+    ByteStream, Close, Direction, Gate, LaneName, PartExtent, Remote, SendEvent, SendPart, SendSpec, SlotTable,
+    SlotWatcher, TransferId,
 };
 use kvxfer_core::memory::Region;
 use kvxfer_core::transport::{Link, LinkEvent, LinkPeer, LinkWatcher, RegionAccess, Registered, Transport};
@@ -157,7 +157,9 @@ impl Log {
     }
 
     pub fn closed(&self) {
-        self.wait("end of the link", |event| matches!(event, LinkEvent::Closed).then_some(()));
+        self.wait("end of the link", |event| {
+            matches!(event, LinkEvent::Closed).then_some(())
+        });
     }
 
     pub fn lost(&self) -> Vec<(LaneName, usize, Error)> {
@@ -175,7 +177,8 @@ impl Log {
         self.events.lock().iter().filter(|event| fits(event)).count()
     }
 
-    fn tail(&self) -> Vec<String> {
+    /// The last of what was reported.
+    pub fn tail(&self) -> Vec<String> {
         let events = self.events.lock();
         let seen = events.iter().filter(|event| !matches!(event, LinkEvent::Message(_)));
         let all: Vec<_> = seen.map(|event| format!("{event:?}")).collect();
@@ -223,7 +226,9 @@ impl Memory {
         stream.segments(0, stream.length(), usize::MAX, &mut segments);
         for segment in segments {
             let bytes = vec![byte; segment.length as usize];
-            self.regions[segment.region as usize].copy_in(segment.offset, &bytes).unwrap();
+            self.regions[segment.region as usize]
+                .copy_in(segment.offset, &bytes)
+                .unwrap();
         }
     }
 
@@ -250,7 +255,10 @@ pub fn bytes_of(seed: u64, length: usize) -> Vec<u8> {
 /// Logs to the test's output as `RUST_LOG` says.
 pub fn logs() {
     let filter = tracing_subscriber::EnvFilter::from_default_env();
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_test_writer()
+        .try_init();
 }
 
 impl Node {
@@ -266,7 +274,10 @@ impl Node {
     }
 
     pub fn memory(&self, lengths: &[u64]) -> Memory {
-        let regions: Arc<[Arc<Region>]> = lengths.iter().map(|length| Region::allocate(*length).unwrap()).collect();
+        let regions: Arc<[Arc<Region>]> = lengths
+            .iter()
+            .map(|length| Region::allocate(*length).unwrap())
+            .collect();
         let access = RegionAccess {
             serves: true,
             receives: true,
@@ -316,13 +327,17 @@ impl Node {
     /// The same, over those whose labels fit.
     pub fn counter_where(&self, name: &str, fits: impl Fn(&[(&'static str, String)]) -> bool) -> u64 {
         let counters = self.transport.counters();
-        let named = counters.iter().filter(|counter| counter.name == name && fits(&counter.labels));
+        let named = counters
+            .iter()
+            .filter(|counter| counter.name == name && fits(&counter.labels));
         named.map(|counter| counter.value as u64).sum()
     }
 
     /// Bytes that this side's device has written and that are acknowledged.
     pub fn written(&self) -> u64 {
-        self.counter_where("rail_bytes_total", |labels| labels.contains(&("direction", "sent".into())))
+        self.counter_where("rail_bytes_total", |labels| {
+            labels.contains(&("direction", "sent".into()))
+        })
     }
 
     /// Closes a slot and waits until nothing can land in it any more, as the control plane does. How it was closed.
@@ -415,7 +430,9 @@ impl Pair {
         let arrival = Arc::new(Arrival::default());
         let slot = self.right.grant(destination.clone(), target, Some(arrival.clone()));
         let sent = self.push_with(memory, source.clone(), slot, target, destination.clone(), change);
-        arrival.wait(PATIENCE).unwrap_or_else(|| panic!("no arrival: {:?}", self.left_log.tail()));
+        arrival
+            .wait(PATIENCE)
+            .unwrap_or_else(|| panic!("no arrival: {:?}", self.left_log.tail()));
         self.left_log.arrived(sent.id);
         assert!(memory.bytes(source) == target.bytes(destination), "other bytes arrived");
         assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
@@ -428,7 +445,9 @@ impl Pair {
         let arrival = Arc::new(Arrival::default());
         let slot = self.left.grant(destination.clone(), memory, Some(arrival.clone()));
         let sent = self.pull(memory, slot, destination.clone(), target, source.clone());
-        arrival.wait(PATIENCE).unwrap_or_else(|| panic!("no arrival: {:?}", self.left_log.tail()));
+        arrival
+            .wait(PATIENCE)
+            .unwrap_or_else(|| panic!("no arrival: {:?}", self.left_log.tail()));
         self.left_log.arrived(sent.id);
         assert!(memory.bytes(destination) == target.bytes(source), "other bytes arrived");
         assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
@@ -473,8 +492,14 @@ impl Pair {
         let (to_left, from_right) = mpsc::channel();
         *left_log.relay.lock() = Some(to_right);
         *right_log.relay.lock() = Some(to_left);
-        let right_link = right.transport.connect(left.peer(&right, 7, !left_dials), right_log.clone()).unwrap();
-        let left_link = left.transport.connect(right.peer(&left, 7, left_dials), left_log.clone()).unwrap();
+        let right_link = right
+            .transport
+            .connect(left.peer(&right, 7, !left_dials), right_log.clone())
+            .unwrap();
+        let left_link = left
+            .transport
+            .connect(right.peer(&left, 7, left_dials), left_log.clone())
+            .unwrap();
         relay(from_left, right_link.clone());
         relay(from_right, left_link.clone());
         Pair {
@@ -662,6 +687,8 @@ fn relay(from: mpsc::Receiver<LinkEvent>, to: Arc<dyn Link>) {
 pub struct Site {
     pub fabric: Option<FakeFabric>,
     devices: Vec<String>,
+    // Whether the place is not as it was.
+    changed: AtomicBool,
 }
 
 impl Site {
@@ -674,20 +701,18 @@ impl Site {
         let named = std::env::var("KVXFER_TEST_DEVICES").ok();
         let named = named.or_else(|| std::env::var("SOFT_ROCE").ok().map(|_| found().join(",")));
         match named {
-            Some(devices) => {
-                let site = Site {
-                    fabric: None,
-                    devices: devices.split(',').map(str::to_owned).collect(),
-                };
-                site.restore();
-                site
-            }
+            Some(devices) => Site {
+                fabric: None,
+                devices: devices.split(',').map(str::to_owned).collect(),
+                changed: AtomicBool::new(false),
+            },
             None => {
                 let mut all = vec![("*", "devices", "4")];
                 all.extend_from_slice(settings);
                 Site {
                     fabric: Some(FakeFabric::with(&all).unwrap()),
                     devices: (0..4).map(|index| format!("fake{index}")).collect(),
+                    changed: AtomicBool::new(false),
                 }
             }
         }
@@ -755,7 +780,7 @@ impl Site {
         let micros = time.as_micros();
         match &self.fabric {
             Some(fabric) => fabric.set_now("*", "latency_us", &micros.to_string()).unwrap(),
-            None => soft_roce(&["netem", "all", &format!("delay {micros}us")]),
+            None => self.netem(&["delay", &format!("{micros}us")]),
         }
     }
 
@@ -763,7 +788,7 @@ impl Site {
     pub fn lose_everything(&self) {
         match &self.fabric {
             Some(fabric) => fabric.set_now("*", "drop_percent", "100").unwrap(),
-            None => soft_roce(&["netem", "all", "loss 100%"]),
+            None => self.netem(&["loss", "100%"]),
         }
     }
 
@@ -771,7 +796,10 @@ impl Site {
     pub fn down(&self, device: usize) {
         match &self.fabric {
             Some(fabric) => fabric.set_now(&self.devices[device], "port_state", "down").unwrap(),
-            None => soft_roce(&["down", &self.devices[device]]),
+            None => {
+                self.changed.store(true, Ordering::SeqCst);
+                command("ip", &["link", "set", &self.interface(device), "down"]);
+            }
         }
     }
 
@@ -782,7 +810,7 @@ impl Site {
             None => {
                 // Both ends of the link lost what they knew of each other.
                 let (first, second) = (device & !1, device | 1);
-                soft_roce(&["up", &self.devices[first], &self.devices[second]]);
+                self.soft_roce(&["up", &self.devices[first], &self.devices[second]]);
             }
         }
     }
@@ -794,23 +822,40 @@ impl Site {
                 fabric.set_now("*", "latency_us", "0").unwrap();
                 fabric.set_now("*", "drop_percent", "0").unwrap();
             }
-            None => soft_roce(&["clear", "all"]),
+            None => self.netem(&["delay", "0us"]),
         }
     }
 
-    /// As it was before any test.
-    fn restore(&self) {
-        if self.is_real() && std::env::var("SOFT_ROCE").is_ok() {
-            self.clear();
-            soft_roce(&["up", "all"]);
+    // `soft-roce netem`, `clear` and `down` do the same, but as scripts, which take a second there.
+    fn netem(&self, how: &[&str]) {
+        self.changed.store(true, Ordering::SeqCst);
+        for device in 0..self.devices.len() {
+            let mut arguments = vec!["qdisc", "replace", "dev"];
+            let interface = self.interface(device);
+            arguments.extend([interface.as_str(), "root", "netem"]);
+            arguments.extend_from_slice(how);
+            arguments.extend(["limit", "100000"]);
+            command("tc", &arguments);
         }
+    }
+
+    fn interface(&self, device: usize) -> String {
+        self.devices[device].replace("rxe", "veth")
+    }
+
+    /// Changes the place that `testkit/soft-roce/run` made.
+    fn soft_roce(&self, arguments: &[&str]) {
+        self.changed.store(true, Ordering::SeqCst);
+        command("soft-roce", arguments);
     }
 }
 
 impl Drop for Site {
     fn drop(&mut self) {
-        if !std::thread::panicking() {
-            self.restore();
+        // The next test finds the place as this one did.
+        if self.is_real() && self.changed.load(Ordering::SeqCst) {
+            self.soft_roce(&["clear", "all"]);
+            self.soft_roce(&["up", "all"]);
         }
     }
 }
@@ -825,8 +870,10 @@ fn found() -> Vec<String> {
     names
 }
 
-/// Changes the place that `testkit/soft-roce/run` made.
-fn soft_roce(arguments: &[&str]) {
-    let status = std::process::Command::new("soft-roce").args(arguments).status().unwrap();
-    assert!(status.success(), "soft-roce {arguments:?}: {status}");
+fn command(name: &str, arguments: &[&str]) {
+    let status = std::process::Command::new(name).args(arguments).status().unwrap();
+    assert!(
+        status.success() || std::thread::panicking(),
+        "{name} {arguments:?}: {status}"
+    );
 }

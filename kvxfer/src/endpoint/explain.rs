@@ -46,7 +46,9 @@ impl Endpoint {
             if session {
                 return Err(Error::new(ErrorKind::Transport, "no link yet")
                     .at(address.to_string())
-                    .because(format!("there is a session, and no transport came up within {timeout:?}"))
+                    .because(format!(
+                        "there is a session, and no transport came up within {timeout:?}"
+                    ))
                     .remedy("see `explain` for the transports, or allow more time"));
             }
             Err(Error::new(ErrorKind::Unreachable, "no session yet")

@@ -387,7 +387,10 @@ fn what_is_read_does_not_arrive_while_its_owner_stands_still() {
     }
     // The owner's device may go on and serve all of it: whether that counts is the owner's to say.
     match claim.arrived().wait(LONG) {
-        Ok(_) => panic!("it arrived after {:?}, and nobody can have said that it counts", stopped.elapsed()),
+        Ok(_) => panic!(
+            "it arrived after {:?}, and nobody can have said that it counts",
+            stopped.elapsed()
+        ),
         Err(error) => {
             assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
             assert!(stopped.elapsed() < REPORTED, "{:?}", stopped.elapsed());

@@ -58,7 +58,9 @@ pub fn endpoint_with(name: &str, mut config: Config) -> Endpoint {
     let filter = tracing_subscriber::EnvFilter::from_default_env();
     let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
     if crate::OVER == "rdma" && config.devices.is_empty() {
-        let takes = ["decode", "receiver", "reader", "b"].iter().any(|side| name.starts_with(side));
+        let takes = ["decode", "receiver", "reader", "b"]
+            .iter()
+            .any(|side| name.starts_with(side));
         config.devices = vec![site::site().device(usize::from(takes))];
     }
     Endpoint::builder().config(config).name(name).build().unwrap()
@@ -175,7 +177,9 @@ pub fn snapshot(pool: &Pool) -> Vec<u8> {
 pub fn metric_sum(endpoint: &Endpoint, name: &str, labels: &str) -> f64 {
     let text = endpoint.metrics();
     text.lines()
-        .filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])) && line.contains(labels))
+        .filter(|line| {
+            line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])) && line.contains(labels)
+        })
         .map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap())
         .sum()
 }

@@ -55,8 +55,6 @@ pub(crate) struct Direct {
     /// Sending side: slots whose receiver waits until nothing of them is outstanding.
     stopping: BTreeSet<Slot>,
     stepping: Vec<bool>,
-    /// It cannot go on.
-    failed: bool,
 }
 
 /// The two ends of a lane: the dialer's, then the acceptor's.

@@ -98,6 +98,7 @@ impl World {
             self.coverage.reach(Point::DeviceUnusable);
             let error = Error::new(ErrorKind::Unsupported, "the device").because("it has no port that is up");
             let incarnation = peer.incarnation;
+            self.note_device_failed(node, incarnation);
             self.with_machine(node, |machine, now| machine.link_failed(now, incarnation, error));
             return;
         }

@@ -36,6 +36,8 @@ pub(crate) struct Oracle {
     sessions: BTreeMap<(NodeIndex, Life, Incarnation), Session>,
     /// Transfers whose first chunk has not been sent yet.
     waiting: BTreeMap<(LinkIndex, TransferId), Waiting>,
+    /// Sessions in which the device could not be used: by observer and peer.
+    pub(crate) devices_failed: BTreeSet<(NodeIndex, Life, Incarnation)>,
     priorities: BTreeMap<(LinkIndex, TransferId), u8>,
 }
 
@@ -89,6 +91,10 @@ impl World {
         if quarantined {
             self.coverage.reach(Point::Quarantined);
             self.ledger[serial as usize].quarantined = true;
+            if self.profile.stuck_permyriad == 0 && self.nodes[node].last_stall_end == Time::ZERO {
+                let words = format!("{} is quarantined though nothing hung", self.describe(serial));
+                self.fail("8 alive", words);
+            }
             return;
         }
         if result.is_ok() && self.rng.percent(25) {
@@ -382,6 +388,9 @@ impl World {
                     self.fail("6 no stale peer", words);
                 }
                 self.oracle.sessions.insert(key, Session { lost: None });
+                if !*resumed {
+                    self.oracle.devices_failed.remove(&key);
+                }
             }
             PeerChange::Lost(_) => {
                 self.coverage.reach(Point::PeerLost);
@@ -390,11 +399,13 @@ impl World {
             PeerChange::Path {
                 transport: Some(transport),
                 refused,
-            } if refused.iter().any(|(name, _)| name == super::direct::DIRECT) => {
-                self.coverage.reach(Point::FellBack);
-                if transport == super::direct::DIRECT {
-                    let words = format!("node {node} takes a transport that it says failed");
-                    self.fail("4 nothing silent", words);
+            } => {
+                if refused.iter().any(|(name, _)| name == super::direct::DIRECT) {
+                    self.coverage.reach(Point::FellBack);
+                }
+                if transport == super::direct::DIRECT && self.oracle.devices_failed.contains(&key) {
+                    let words = format!("node {node} takes a transport again that has failed in this session");
+                    self.fail("8 alive", words);
                 }
             }
             _ => {}

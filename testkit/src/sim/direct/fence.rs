@@ -264,6 +264,11 @@ impl World {
         self.report(link, LinkEvent::Closed);
     }
 
+    pub(crate) fn note_device_failed(&mut self, node: NodeIndex, peer: kvxfer_core::Incarnation) {
+        let life = self.nodes[node].life;
+        self.oracle.devices_failed.insert((node, life, peer));
+    }
+
     pub(super) fn device_fails(&mut self, node: NodeIndex) {
         let Some(body) = self.nodes[node].body.as_ref() else {
             return;
@@ -282,9 +287,7 @@ impl World {
                 self.coverage.reach(Point::DeviceFailedInFlight);
             }
             self.trace(|| format!("node {node} link {link}: the device fails"));
-            if let Some(direct) = self.direct(link) {
-                direct.failed = true;
-            }
+            self.note_device_failed(node, self.links[link].peer.incarnation);
             let error = Error::new(ErrorKind::Transport, "the device").because("it is gone");
             self.report(link, LinkEvent::Failed(error));
             self.close_direct(link);

@@ -16,7 +16,8 @@ impl Endpoint {
     /// Idempotent, and coalesced with whatever else connects.
     ///
     /// # Errors
-    /// `Unreachable` if nobody answers, `StalePeer` if somebody else does, and why the handshake was refused.
+    /// `Unreachable` if nobody answers, `StalePeer` if somebody else does, `Transport` if there is a session and no link,
+    /// with what is wrong with each transport, and why the handshake was refused.
     pub fn connect(&self, address: &EndpointAddress, timeout: Duration) -> Result<()> {
         let shared = &self.shared;
         shared.begin(|state, now| {
@@ -36,7 +37,18 @@ impl Endpoint {
             });
             outcome.is_some()
         });
+        let refused = shared.look(|state| {
+            let known = find(state, address).and_then(|peer| state.peers.get(&peer))?;
+            (matches!(known.state, PeerState::Ready) && !known.refused.is_empty()).then(|| known.refused.clone())
+        });
         outcome.unwrap_or_else(|| {
+            if let Some(refused) = refused {
+                let why: Vec<String> = refused.iter().map(|(name, why)| format!("{name}: {why}")).collect();
+                return Err(Error::new(ErrorKind::Transport, "no link yet")
+                    .at(address.to_string())
+                    .because(format!("not made within {timeout:?}; {}", why.join("; ")))
+                    .remedy("mend what is named, or name another transport behind it at both sides"));
+            }
             Err(Error::new(ErrorKind::Unreachable, "no session yet")
                 .at(address.to_string())
                 .because(format!("the peer did not answer within {timeout:?}"))

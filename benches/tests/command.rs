@@ -91,6 +91,21 @@ fn impossible_work_is_refused_with_what_where_why_and_what_to_do() {
         1,
         &["pigeon", "tcp"],
     );
+    refused(
+        &["run", "--against", "ib", "--pool-bytes", "16M"],
+        1,
+        &["--against ib", "--device rxe0=rxe1"],
+    );
+    refused(
+        &["run", "--against", "ib", "--workload", "w4", "--device", "rxe0"],
+        1,
+        &["--against ib", "w4"],
+    );
+    refused(
+        &["run", "--device", "a=b=c", "--pool-bytes", "16M"],
+        1,
+        &["--device a=b=c", "rxe0=rxe1"],
+    );
     refused(&["serve", "192.0.2.1:1"], 1, &["192.0.2.1:1", "--insecure-network"]);
     refused(&["connect", "192.0.2.1:1"], 1, &["--insecure-network"]);
     // A port that was free a moment ago, and on which nobody listens.

@@ -147,6 +147,8 @@ pub struct Path {
     pub transport: String,
     /// Lanes or rails up, each by name (`127.0.0.1:4000-127.0.0.1:7700`).
     pub rails: Vec<String>,
+    /// Why others are not up, as far as it is known.
+    pub rails_down: Vec<String>,
     /// Of how many.
     pub rails_configured: usize,
 }

@@ -66,6 +66,8 @@ pub struct RdmaConfig {
     pub connect_timeout: Duration,
     /// A link without any rail for this long after it was begun has failed.
     pub setup_limit: Duration,
+    /// A link that has had no rail for this long, after it had one, has failed.
+    pub outage_limit: Duration,
     /// Pause before a lost rail is tried again; doubles with each failure.
     pub backoff_min: Duration,
     /// Longest such pause.
@@ -108,6 +110,7 @@ impl Default for RdmaConfig {
             fence_limit: Duration::from_millis(800),
             connect_timeout: Duration::from_secs(2),
             setup_limit: Duration::from_secs(3),
+            outage_limit: Duration::from_secs(5),
             backoff_min: Duration::from_millis(20),
             backoff_max: Duration::from_secs(1),
             links_max: 1024,
@@ -171,6 +174,7 @@ impl RdmaConfig {
             ("fence_limit", self.fence_limit),
             ("connect_timeout", self.connect_timeout),
             ("setup_limit", self.setup_limit),
+            ("outage_limit", self.outage_limit),
         ] {
             if value.is_zero() {
                 return Err(bad(setting, "it is zero".into()));

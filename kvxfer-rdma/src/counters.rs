@@ -11,6 +11,9 @@ pub(crate) struct RailCounters {
     /// Bytes written or read by this side, completed.
     pub(crate) written_bytes: AtomicU64,
     pub(crate) read_bytes: AtomicU64,
+    /// Bytes of chunks given to the device, to be written or read: less those completed, what is under way.
+    pub(crate) posted_writes: AtomicU64,
+    pub(crate) posted_reads: AtomicU64,
     /// Bytes that the peer wrote and that were counted.
     pub(crate) received_bytes: AtomicU64,
     /// Work requests and doorbells.
@@ -52,6 +55,8 @@ impl RailCounters {
         push("rail_bytes_total", "sent", &self.written_bytes);
         push("rail_bytes_total", "received", &self.received_bytes);
         push("rail_bytes_total", "read", &self.read_bytes);
+        push("rail_posted_bytes_total", "sent", &self.posted_writes);
+        push("rail_posted_bytes_total", "read", &self.posted_reads);
         push("rail_requests_total", "", &self.requests);
         push("rail_doorbells_total", "", &self.doorbells);
         push("rail_closes_total", "", &self.closes);

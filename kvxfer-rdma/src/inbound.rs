@@ -19,6 +19,8 @@ enum Admission {
     Open,
     /// The peer was told to stop; it has until then to confirm.
     Revoked(Time),
+    /// It has confirmed: what its device has handed over is being flushed to memory.
+    Flushing,
     /// It did not: its queue pairs are being fenced.
     Fencing,
 }
@@ -72,6 +74,20 @@ impl Inbound {
         slots.iter().filter(|slot| admitted.remove(slot).is_some()).count()
     }
 
+    /// The peer says that it has stopped. Whether that is news, and the slot is to be flushed; an error if it was never
+    /// told to.
+    pub(crate) fn confirmed(&self, slot: SlotUse) -> Result<bool, &'static str> {
+        match self.admitted.lock().get_mut(&slot) {
+            Some(Admission::Open) => Err("it stops writing into a slot that is open"),
+            Some(admission @ Admission::Revoked(_)) => {
+                *admission = Admission::Flushing;
+                Ok(true)
+            }
+            // Being fenced already, which ends it; or fenced, or arrived, before its answer came.
+            Some(_) | None => Ok(false),
+        }
+    }
+
     /// All of them are over.
     pub(crate) fn take_all(&self) -> Vec<SlotUse> {
         self.admitted.lock().drain().map(|(slot, _)| slot).collect()
@@ -99,12 +115,19 @@ mod tests {
         let inbound = Inbound::default();
         assert!(!inbound.revoke(slot, at(5)), "it was not admitted");
         inbound.admit(slot);
+        assert!(inbound.confirmed(slot).is_err(), "it was not asked to stop");
         assert!(inbound.revoke(slot, at(5)));
         assert!(!inbound.revoke(slot, at(9)), "it was told once");
         assert_eq!(inbound.late_revocations(at(4)), (vec![], Some(at(5))));
         assert_eq!(inbound.late_revocations(at(5)), (vec![slot], None));
         assert_eq!(inbound.late_revocations(at(6)), (vec![], None));
+        assert_eq!(inbound.confirmed(slot), Ok(false), "its fence ends it");
         assert_eq!(inbound.forget(&[slot, slot]), 1);
+        inbound.admit(slot);
+        assert!(inbound.revoke(slot, at(9)));
+        assert_eq!(inbound.confirmed(slot), Ok(true));
+        assert_eq!(inbound.late_revocations(at(9)), (vec![], None), "it was in time");
+        assert_eq!(inbound.forget(&[slot]), 1);
         assert_eq!(inbound.count(), 0);
     }
 }

@@ -1,6 +1,6 @@
 //! A link: the rails to one peer and what they share. Calls come from any thread and never block.
 
-use std::collections::{BTreeSet, VecDeque};
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
@@ -42,8 +42,8 @@ pub(crate) struct LinkCore {
     pub(crate) rails_up: AtomicUsize,
     /// Some rail was up once, and `Up` was said.
     pub(crate) was_up: AtomicBool,
-    /// Before this time a link without a rail is being made; after it, it has failed.
-    pub(crate) setup_end: Time,
+    /// Until then a link without a rail is being made, or waits for one to come back; after it, it has failed.
+    no_rail_limit: Mutex<Time>,
     life: Mutex<Life>,
     transport: Arc<Shared>,
     watcher: Arc<dyn LinkWatcher>,
@@ -63,7 +63,10 @@ struct Life {
     closed: bool,
     /// Rails that an engine looks after.
     attached: BTreeSet<u16>,
-    failures: Vec<String>,
+    /// Why rails are not up, by rail.
+    failures: BTreeMap<u16, String>,
+    /// Rails whose device is gone for good.
+    dead: BTreeSet<u16>,
 }
 
 /// Queue pairs that exist, and who waits for which of them to be gone.
@@ -102,8 +105,17 @@ pub(crate) enum Mail {
     Message(LinkMessage),
     /// The peer asks for the fence of a lane.
     Fence(LaneName, Vec<ChunkName>),
+    /// The rail's device is to be flushed, for a slot that is written no more.
+    Flush(Arc<Flushing>),
     /// Give the rail's queue pair up, whatever its epoch.
     Fail(Error),
+}
+
+/// A slot whose writer has stopped, and how many devices are still to be flushed.
+#[derive(Debug)]
+pub(crate) struct Flushing {
+    slot: SlotUse,
+    devices_left: AtomicUsize,
 }
 
 impl LinkCore {
@@ -124,7 +136,7 @@ impl LinkCore {
             outbound: Outbound::default(),
             rails_up: AtomicUsize::new(0),
             was_up: AtomicBool::new(false),
-            setup_end: clock::now() + config.setup_limit,
+            no_rail_limit: Mutex::new(clock::now() + config.setup_limit),
             life: Mutex::default(),
             slots: transport.slots.clone(),
             peer,
@@ -252,19 +264,37 @@ impl LinkCore {
         life.closing && !life.attached.contains(&rail)
     }
 
-    /// Whether it is known that the link comes up, or has failed.
+    /// Whether a rail is up, or the link has failed.
     pub(crate) fn settled(&self) -> bool {
-        self.was_up.load(Ordering::SeqCst) || self.closing()
+        self.rails_up.load(Ordering::SeqCst) > 0 || self.closing()
     }
 
-    /// When its revocations and its set-up are to be looked at.
+    /// When its revocations and its rails are to be looked at.
     pub(crate) fn next_look(&self, now: Time) -> Time {
         let late = self.inbound.next_revocation();
-        let setup = (!self.settled()).then_some(self.setup_end);
+        let rails = (!self.settled()).then(|| *self.no_rail_limit.lock());
         late.into_iter()
-            .chain(setup)
+            .chain(rails)
             .min()
             .unwrap_or(now + self.config.progress)
+    }
+
+    /// A rail is up.
+    pub(crate) fn rail_up(&self, rail: u16) {
+        self.life.lock().failures.remove(&rail);
+        self.rails_up.fetch_add(1, Ordering::SeqCst);
+        if !self.was_up.swap(true, Ordering::SeqCst) {
+            self.emit(LinkEvent::Up);
+        }
+    }
+
+    /// A rail is no longer up. The last one has some time to come back, or another.
+    pub(crate) fn rail_down(self: &Arc<Self>) {
+        // First the limit: whoever sees no rail goes by it.
+        *self.no_rail_limit.lock() = clock::now() + self.config.outage_limit;
+        if self.rails_up.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.engine(0).push(Task::Watch(self.clone()));
+        }
     }
 
     /// An engine has let go of a rail, after the link began to close.
@@ -290,33 +320,51 @@ impl LinkCore {
         self.emit(LinkEvent::Closed);
     }
 
-    /// A rail could not be made.
+    /// A rail could not be made, or was lost.
     pub(crate) fn rail_failed(&self, lane: LaneName, why: &Error) {
         tracing::warn!(peer = %self.peer.incarnation, rail = lane.index, epoch = lane.epoch, error = %why, "rail failed");
-        let mut life = self.life.lock();
-        let text = format!("rail {}: {why}", lane.index);
-        if life.failures.len() < 8 && !life.failures.contains(&text) {
-            life.failures.push(text);
-        }
+        self.life.lock().failures.insert(lane.index, why.to_string());
     }
 
-    /// If no rail ever came up in the time for it: the link has failed.
-    pub(crate) fn check_setup(self: &Arc<Self>, now: Time) {
-        if now < self.setup_end || self.was_up.load(Ordering::SeqCst) || self.closing() {
+    /// Why rails are not up, for people.
+    fn rails_down(&self) -> Vec<String> {
+        let life = self.life.lock();
+        let failures = life.failures.iter();
+        failures.map(|(rail, why)| format!("rail {rail}: {why}")).collect()
+    }
+
+    /// If no rail came up in the time for it, or came back: the link has failed.
+    pub(crate) fn check_rails(self: &Arc<Self>, now: Time) {
+        if self.settled() || now < *self.no_rail_limit.lock() {
             return;
         }
-        let failures = self.life.lock().failures.join("; ");
+        let what = match self.was_up.load(Ordering::SeqCst) {
+            true => "no rail came back",
+            false => "no rail came up",
+        };
+        let failures = self.rails_down().join("; ");
         let why = if failures.is_empty() {
             "the peer answered nothing".to_owned()
         } else {
             failures
         };
         self.fail(
-            Error::new(ErrorKind::Transport, "no rail came up")
+            Error::new(ErrorKind::Transport, what)
                 .at(format!("rdma to {}", self.peer.incarnation))
                 .because(why)
                 .remedy("run `kvxfer-bench doctor` on both machines; check that the ports are on one network"),
         );
+    }
+
+    /// A rail's device is gone for good. With the last of them the link has failed.
+    pub(crate) fn rail_dead(self: &Arc<Self>, rail: u16, error: &Error) {
+        let last = {
+            let mut life = self.life.lock();
+            life.dead.insert(rail) && !life.closing && life.attached.is_subset(&life.dead)
+        };
+        if last {
+            self.fail(error.clone());
+        }
     }
 
     /// The link cannot go on.
@@ -363,6 +411,7 @@ impl LinkCore {
                 fences.unfinished.insert(lane);
                 return;
             }
+            fences.unfinished.remove(&lane);
             fences.waiting.retain_mut(|(lanes, slots)| {
                 lanes.remove(&lane);
                 if lanes.is_empty() {
@@ -373,6 +422,11 @@ impl LinkCore {
         }
         self.inbound.forget(&quiet);
         self.quiet(&quiet);
+    }
+
+    /// Whether it cannot be said that nothing of a lane lands any more.
+    pub(crate) fn is_unfinished(&self, lane: LaneName) -> bool {
+        self.fences.lock().unfinished.contains(&lane)
     }
 
     /// Peers that did not confirm in time that they stopped writing: their queue pairs are fenced. Returns when to look
@@ -406,6 +460,32 @@ impl LinkCore {
             }
         }
         next
+    }
+
+    /// The peer writes no more into a slot. What it wrote has been handed over to our devices, which may still be on their
+    /// way to memory with it: they are flushed, then the slot is quiet.
+    fn flush_revoked(self: &Arc<Self>, slot: SlotUse) {
+        let mut engines = BTreeSet::new();
+        let first_of_engine = |rail: &&Rail| rail.place.get().is_some_and(|place| engines.insert(place.engine));
+        let rails: Vec<&Rail> = self.rails.iter().filter(first_of_engine).collect();
+        let flushing = Arc::new(Flushing {
+            slot,
+            devices_left: AtomicUsize::new(rails.len().max(1)),
+        });
+        for rail in &rails {
+            rail.mail.lock().push_back(Mail::Flush(flushing.clone()));
+            self.kick(rail);
+        }
+        if rails.is_empty() {
+            self.device_flushed(&flushing);
+        }
+    }
+
+    /// A device is flushed; with the last one the slot is quiet.
+    pub(crate) fn device_flushed(&self, flushing: &Flushing) {
+        if flushing.devices_left.fetch_sub(1, Ordering::SeqCst) == 1 && self.inbound.forget(&[flushing.slot]) > 0 {
+            self.quiet(&[flushing.slot]);
+        }
     }
 
     /// The held gates of these slots are let go.
@@ -466,8 +546,9 @@ impl LinkCore {
                 return Ok(());
             }
             LinkMessage::Revoked(slot) => {
-                if self.inbound.forget(&[*slot]) > 0 {
-                    self.quiet(&[*slot]);
+                let news = self.inbound.confirmed(*slot);
+                if news.map_err(|why| Error::from(RdmaError::peer(self, why.to_owned())))? {
+                    self.flush_revoked(*slot);
                 }
                 return Ok(());
             }
@@ -529,12 +610,25 @@ impl LinkCore {
     }
 
     fn admit_slot(&self, slot: SlotUse) {
-        if self.slots.admit(self.peer.incarnation, slot.slot, slot.generation) {
-            self.inbound.admit(slot);
+        if self.admit_here(slot) {
             self.tell(LinkMessage::Admitted(slot));
         } else {
             self.tell(LinkMessage::Refused(slot));
         }
+    }
+
+    /// Lets the peer write into a slot. False if the slot is closed, gone or another's, or the link has ended.
+    fn admit_here(&self, slot: SlotUse) -> bool {
+        if !self.slots.admit(self.peer.incarnation, slot.slot, slot.generation) {
+            return false;
+        }
+        self.inbound.admit(slot);
+        // Either the link's end sees the slot in the books, or this sees that it has ended.
+        let ended = self.life.lock().closed;
+        if ended && self.inbound.forget(&[slot]) > 0 && self.fences.lock().unfinished.is_empty() {
+            self.quiet(&[slot]);
+        }
+        !ended
     }
 
     /// The receiver has admitted the slot: what waited for that begins.
@@ -725,8 +819,7 @@ impl Link for RdmaLink {
             return;
         }
         let slot = SlotUse { slot, generation };
-        if core.slots.admit(core.peer.incarnation, slot.slot, slot.generation) {
-            core.inbound.admit(slot);
+        if core.admit_here(slot) {
             core.tell(LinkMessage::Admitted(slot));
             core.flush();
         }
@@ -764,6 +857,7 @@ impl Link for RdmaLink {
         Path {
             transport: "rdma".into(),
             rails: core.rails.iter().filter_map(|rail| rail.name.lock().clone()).collect(),
+            rails_down: core.rails_down(),
             rails_configured: core.rails.iter().filter(|rail| rail.place.get().is_some()).count(),
         }
     }

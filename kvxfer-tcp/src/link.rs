@@ -249,6 +249,7 @@ impl Link for TcpLink {
                 .iter()
                 .filter_map(|lane| lane.rail.lock().clone())
                 .collect(),
+            rails_down: Vec::new(),
             rails_configured: self.core.lanes.len(),
         }
     }

@@ -14,7 +14,7 @@ use kvxfer_core::{Error, ErrorKind, Result};
 use kvxfer_rdma::{Pairing, RdmaConfig, RdmaTransport};
 use kvxfer_tcp::{TcpConfig, TcpTransport};
 
-use crate::config::Config;
+use crate::config::{Config, split_pair};
 
 /// An endpoint's transports, in order of preference.
 pub(crate) struct Transports {
@@ -169,6 +169,7 @@ fn rdma_config(config: &Config) -> RdmaConfig {
         window_bytes_min: settings.window_bytes_min,
         window_bytes_max: settings.window_bytes_max,
         progress: Duration::from_millis(settings.progress_ms),
+        outage_limit: Duration::from_millis(settings.outage_ms),
         revoke: Duration::from_millis(settings.revoke_ms),
         connect_timeout: Duration::from_millis(config.deadlines.connect_ms),
         setup_limit: Duration::from_millis(config.deadlines.connect_ms),
@@ -194,7 +195,7 @@ fn rail_pairs(settings: &[String]) -> Pairing {
         pairs => Pairing::Explicit(
             pairs
                 .iter()
-                .filter_map(|pair| pair.split_once('='))
+                .filter_map(|pair| split_pair(pair))
                 .map(|(own, their)| (own.to_owned(), their.to_owned()))
                 .collect(),
         ),

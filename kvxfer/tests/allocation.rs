@@ -3,6 +3,9 @@
 
 mod common;
 
+/// What their bytes go over.
+const OVER: &str = "tcp";
+
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 

@@ -3,6 +3,9 @@
 
 mod common;
 
+/// What their bytes go over.
+const OVER: &str = "tcp";
+
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};

@@ -3,6 +3,9 @@
 
 mod common;
 
+/// What their bytes go over.
+const OVER: &str = "tcp";
+
 use std::time::Duration;
 
 use common::*;

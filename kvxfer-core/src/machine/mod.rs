@@ -450,6 +450,10 @@ impl Machine {
     pub fn connect(&mut self, now: Time, address: &EndpointAddress) -> Result<()> {
         self.check_open("a connection")?;
         let result = self.want_peer(now, address);
+        // Whoever connects wants it tried, not told how it went the last time.
+        if let Some(peer) = address.incarnation.filter(|peer| self.why_no_link(*peer).is_some()) {
+            self.on_link_timer(now, peer);
+        }
         self.settle(now);
         result
     }
@@ -594,6 +598,12 @@ impl Machine {
     /// What is known of a peer, line by line, for `explain`.
     pub fn explain(&self, peer: Incarnation) -> Vec<String> {
         self.explain_peer(peer)
+    }
+
+    /// Why there is a session with a peer and no link, if that is because every transport has failed. All of them are
+    /// tried again from time to time.
+    pub fn why_no_link(&self, peer: Incarnation) -> Option<Error> {
+        self.no_transport_left(peer)
     }
 
     /// Peers with a session, and their labels.

@@ -6,7 +6,7 @@ use kvxfer_core::transport::LinkEvent;
 
 use crate::counters::add;
 use crate::error::RdmaError;
-use crate::message::{LinkMessage, SlotUse};
+use crate::message::LinkMessage;
 use crate::verbs::{Completion, ErrorClass};
 
 use super::Turn;
@@ -19,8 +19,10 @@ pub(super) const RECEIVE: u64 = 1 << 63;
 impl Pair {
     /// Sorts one completion; its consequences follow in the lane's turn.
     pub(super) fn take(&mut self, completion: &Completion, now: Time, place: impl FnOnce() -> String) {
-        self.last_progress = now;
-        if completion.wr_id & RECEIVE != 0 {
+        if completion.wr_id & RECEIVE == 0 {
+            // What the peer sends says nothing of what this side has posted.
+            self.last_progress = now;
+        } else {
             self.receives = self.receives.saturating_sub(1);
         }
         if !completion.status.is_success() {
@@ -32,6 +34,9 @@ impl Pair {
                     vendor: completion.vendor_error,
                 };
                 self.failure.get_or_insert_with(|| error.into());
+                if completion.status.class() == ErrorClass::RemoteAccess && completion.wr_id & RECEIVE == 0 {
+                    self.refused_request.get_or_insert(completion.wr_id);
+                }
             } else {
                 let error = RdmaError::Lost {
                     place: place(),
@@ -120,10 +125,8 @@ impl Lane {
                 add(&counters.written_bytes, chunk.header.length.into());
                 ChunkState::Applied
             }
-            (Direction::Write, false) => match link.outbound.is_revoking(SlotUse::of(&chunk.header)) {
-                true => ChunkState::Refused,
-                false => ChunkState::Missing,
-            },
+            // Revoked, or not inside what the peer has registered: neither gets better by trying again.
+            (Direction::Write, false) => ChunkState::Refused,
             (Direction::Read, true) => {
                 add(&counters.read_bytes, chunk.header.length.into());
                 let applied = link.slots.applied(&chunk.header);

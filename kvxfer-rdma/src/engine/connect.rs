@@ -15,7 +15,6 @@ use std::collections::VecDeque;
 use kvxfer_core::Error;
 use kvxfer_core::flow::LaneName;
 use kvxfer_core::mutants::{self, Mutant};
-use kvxfer_core::transport::LinkEvent;
 
 use crate::error::RdmaError;
 use crate::gid::PeerGid;
@@ -176,9 +175,6 @@ impl Lane {
         tracing::info!(peer = %link.peer.incarnation, rail = name, epoch = self.epoch, "rail up");
         link.sender.lock().lane_up(self.name());
         self.shown(Some(name));
-        if !link.was_up.swap(true, std::sync::atomic::Ordering::SeqCst) {
-            link.emit(LinkEvent::Up);
-        }
     }
 
     /// After a queue pair is gone: the dialer tries again, the acceptor takes what came meanwhile.
@@ -249,6 +245,7 @@ impl Lane {
             works_here: false,
             works_there: false,
             failure: None,
+            refused_request: None,
             immediates: Vec::new(),
             completed: Vec::new(),
             flushed: Vec::new(),

@@ -110,6 +110,7 @@ impl Lane {
     fn begin(&mut self, turn: &mut Turn<'_>, chunk: &Chunk) -> Result<Current, ChunkState> {
         let header = chunk.header;
         let link = &self.link;
+        let next = self.pair.as_ref().map_or(0, |pair| pair.next);
         let (stream, gate, remote, remote_stream) = match &chunk.payload {
             Payload::Message(message, range) => {
                 link.tell(LinkMessage::UserMessage {
@@ -161,7 +162,6 @@ impl Lane {
         Ok(Current {
             local: Side::new(stream, &header, turn.scratch.list()),
             remote: Side::new(remote_stream.clone(), &header, turn.scratch.list()),
-            keys,
             posted: 0,
             sent: SentChunk {
                 transfer: chunk.transfer,
@@ -169,6 +169,8 @@ impl Lane {
                 direction: remote.direction,
                 whole: false,
                 guard,
+                keys,
+                requests: (next, u64::MAX),
             },
         })
     }
@@ -199,6 +201,7 @@ impl Lane {
                 return Step::GivenUp;
             };
             let Some(place) = current
+                .sent
                 .keys
                 .remote
                 .locate(remote.region, remote.offset, 1, remote_device)
@@ -214,7 +217,7 @@ impl Lane {
             let mut gathered = 0;
             while gathered < wanted && turn.scratch.gathered.len() < segments_max {
                 let Some(local) = current.local.peek() else { break };
-                let Some(key) = current.keys.local[local.region as usize].local(device.index, local.offset) else {
+                let Some(key) = current.sent.keys.local[local.region as usize].local(device.index, local.offset) else {
                     return Step::GivenUp;
                 };
                 let length = local.length.min(key.until_edge).min(wanted - gathered);
@@ -256,7 +259,14 @@ impl Lane {
     fn chunk_posted(&mut self, turn: &mut Turn<'_>, mut current: Current) {
         let Some(pair) = &mut self.pair else { return };
         current.sent.whole = true;
+        current.sent.requests.1 = pair.next - 1;
         let header = current.sent.header;
+        let counters = &self.link.rails[usize::from(self.rail)].counters;
+        let posted = match current.sent.direction {
+            Direction::Write => &counters.posted_writes,
+            Direction::Read => &counters.posted_reads,
+        };
+        add(posted, header.length.into());
         if current.sent.direction == Direction::Read {
             turn.scratch.recycle(current.local, current.remote);
             pair.mark(StandsFor::Chunk(current.sent));
@@ -275,7 +285,7 @@ impl Lane {
         });
         let open = &mut pair.open[place];
         if let Some(digest) = &mut open.checksum {
-            let keys = &current.keys.local;
+            let keys = &current.sent.keys.local;
             checksum::feed(digest, current.local.stream(), header.offset, header.length, |region| {
                 keys.get(region as usize).map(|keys| keys.region())
             });
@@ -289,8 +299,9 @@ impl Lane {
     }
 
     /// A chunk is left midway: it counts for nothing once what was posted of it is done.
-    fn give_up(&mut self, turn: &mut Turn<'_>, current: Current) {
+    fn give_up(&mut self, turn: &mut Turn<'_>, mut current: Current) {
         let Some(pair) = &mut self.pair else { return };
+        current.sent.requests.1 = pair.next.saturating_sub(1);
         turn.scratch.recycle(current.local, current.remote);
         // A marker of its own: the work requests before it are complete when it is.
         pair.push_marker(turn, None, StandsFor::Chunk(current.sent));
@@ -326,7 +337,11 @@ impl Lane {
                 })
                 .collect(),
         };
-        pair.next_close = pair.next_close.wrapping_add(1);
+        if immediate {
+            // Only these are told apart by their number: were closes over the session counted too, a later immediate could
+            // come to the number of one that is not matched yet.
+            pair.next_close = pair.next_close.wrapping_add(1);
+        }
         let counters = &self.link.rails[usize::from(self.rail)].counters;
         let chunks = open.chunks;
         if immediate {
@@ -362,9 +377,6 @@ impl Lane {
         let counters = &self.link.rails[usize::from(self.rail)].counters;
         add(&counters.requests, turn.batch.len() as u64);
         add(&counters.doorbells, 1);
-        if pair.markers.len() <= 1 {
-            pair.last_progress = turn.now;
-        }
         let Some(queue_pair) = &mut pair.queue_pair else {
             return false;
         };
@@ -380,6 +392,10 @@ impl Lane {
 impl Pair {
     /// The last work request is signalled, and stands for this.
     fn mark(&mut self, stands_for: StandsFor) {
+        if self.markers.is_empty() {
+            // The progress that is waited for begins now, not at the last completion, which may be long ago.
+            self.last_progress = crate::clock::now();
+        }
         self.markers.push_back(Marker {
             number: self.next - 1,
             requests: self.unsignalled,

@@ -2,7 +2,6 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 
 use kvxfer_core::flow::{ChunkName, LaneName};
 use kvxfer_core::transport::LinkEvent;
@@ -10,7 +9,7 @@ use kvxfer_core::{Error, Time};
 
 use crate::device::Device;
 use crate::error::RdmaError;
-use crate::link::{LinkCore, Mail, RailPlace};
+use crate::link::{Flushing, LinkCore, Mail, RailPlace};
 use crate::message::{Closing, LinkMessage, RailHello};
 use crate::verbs::{CompletionBuffer, CompletionQueue, Mtu, QueuePair};
 
@@ -19,6 +18,8 @@ use super::work::{Current, Marker, OpenClose};
 
 /// Earlier epochs whose closes may still be told, at most: each goes when the peer asks for its fence.
 const PAST_MAX: usize = 16;
+/// Fences that wait for a flush, at most.
+const FENCES_MAX: usize = 64;
 
 /// A rail's end.
 pub(super) struct Lane {
@@ -42,9 +43,17 @@ pub(super) struct Lane {
     pub(super) attempts: u32,
     /// What was received on earlier epochs and not matched yet.
     pub(super) past: VecDeque<(u32, Received)>,
-    /// Closes without an immediate that wait for the device to be flushed.
-    pub(super) unflushed: Vec<Closing>,
+    /// What waits for the device to be flushed, and has not asked for it yet.
+    pub(super) unflushed: Unflushed,
+    /// What was there when a flush was asked for: that flush is enough for these, and for no others.
+    pub(super) flushing: Unflushed,
     pub(super) flush_asked: bool,
+    /// The last queue pair could not be destroyed.
+    pub(super) undestroyed: bool,
+    /// The last flush failed; the next is not asked for before this.
+    pub(super) flush_again: Option<Time>,
+    /// The device is gone for good: it is not flushed any more.
+    pub(super) device_dead: bool,
 }
 
 pub(super) enum Stage {
@@ -97,6 +106,8 @@ pub(super) struct Pair {
     pub(super) works_there: bool,
     /// Completed with an error, to be acted on in the lane's turn.
     pub(super) failure: Option<Error>,
+    /// The work request that the peer did not let have its memory.
+    pub(super) refused_request: Option<u64>,
     /// Immediates that came, to be handled in the lane's turn.
     pub(super) immediates: Vec<u32>,
     /// Markers that completed, to be handled in the lane's turn.
@@ -110,6 +121,30 @@ pub(super) struct Pair {
 pub(super) struct Received {
     pub(super) immediates: HashSet<u32>,
     pub(super) closings: HashMap<u32, Closing>,
+}
+
+/// What may still be on its way to memory.
+#[derive(Default)]
+pub(super) struct Unflushed {
+    /// Closes without an immediate.
+    pub(super) closings: Vec<Closing>,
+    /// Slots that the peer writes no more.
+    pub(super) revoked: Vec<Arc<Flushing>>,
+    /// Queue pairs that are destroyed, after which the device could not be flushed.
+    pub(super) lanes: Vec<LaneName>,
+}
+
+impl Unflushed {
+    pub(super) fn is_empty(&self) -> bool {
+        self.closings.is_empty() && self.revoked.is_empty() && self.lanes.is_empty()
+    }
+
+    /// Takes all of `other`, after what is here.
+    pub(super) fn append(&mut self, other: &mut Unflushed) {
+        self.closings.append(&mut other.closings);
+        self.revoked.append(&mut other.revoked);
+        self.lanes.append(&mut other.lanes);
+    }
 }
 
 impl Lane {
@@ -129,8 +164,12 @@ impl Lane {
             retry_at: dials.then_some(Time::ZERO),
             attempts: 0,
             past: VecDeque::new(),
-            unflushed: Vec::new(),
+            unflushed: Unflushed::default(),
+            flushing: Unflushed::default(),
             flush_asked: false,
+            undestroyed: false,
+            flush_again: None,
+            device_dead: false,
         }
     }
 
@@ -165,14 +204,20 @@ impl Lane {
             self.retry_at = Some(Time::ZERO);
             self.kicked = true;
         }
+        if self.flush_again.is_some() {
+            self.flush_again = Some(Time::ZERO);
+        }
     }
 
     /// The device is gone for good: no verb on it comes to anything.
     pub(super) fn device_gone(&mut self, error: &Error) {
+        self.device_dead = true;
         self.retry_at = None;
         self.next_hello = None;
         if matches!(self.stage, Stage::Connecting { .. } | Stage::Probing { .. } | Stage::Up) {
             self.fail(error.clone());
+        } else if matches!(self.stage, Stage::Idle) {
+            self.link.rail_dead(self.rail, error);
         }
     }
 
@@ -234,6 +279,10 @@ impl Lane {
 
     /// When the lane wants a turn whatever happens.
     pub(super) fn due(&self, now: Time) -> Option<Time> {
+        self.stage_due(now).into_iter().chain(self.flush_again).min()
+    }
+
+    fn stage_due(&self, now: Time) -> Option<Time> {
         match &self.stage {
             Stage::Idle => self.retry_at.map(|at| at.max(now)),
             Stage::Connecting { limit } | Stage::Probing { limit } => Some(*limit),
@@ -267,6 +316,7 @@ impl Lane {
             let mail = self.link.rails[usize::from(self.rail)].mail.lock().pop_front();
             match mail {
                 None => return,
+                Some(Mail::Flush(flushing)) => self.unflushed.revoked.push(flushing),
                 Some(Mail::Fail(error)) => self.fail(error),
                 Some(Mail::Fence(lane, chunks)) => self.fence_asked(lane, chunks),
                 Some(Mail::Message(message)) => self.take_message(turn, message),
@@ -294,7 +344,7 @@ impl Lane {
                 if lane == self.name()
                     && let Some(pair) = &mut self.pair
                 {
-                    pair.credits = (pair.credits + count).min(crate::config::RECEIVE_DEPTH_MAX);
+                    pair.credits = pair.credits.saturating_add(count).min(crate::config::RECEIVE_DEPTH_MAX);
                 }
             }
             LinkMessage::LaneDown { lane, why } => {
@@ -326,6 +376,13 @@ impl Lane {
                 }
                 .into(),
             );
+            return;
+        }
+        if self.link.is_unfinished(lane) {
+            // What it may still write cannot be said to be over: no answer is better than a wrong one.
+            if self.fences.len() < FENCES_MAX {
+                self.fences.push((lane, chunks));
+            }
             return;
         }
         // Gone already, or never made: a later try of that epoch is refused.
@@ -406,9 +463,9 @@ impl Lane {
         let up = name.is_some();
         let was = std::mem::replace(&mut *rail.name.lock(), name).is_some();
         if up && !was {
-            self.link.rails_up.fetch_add(1, Ordering::SeqCst);
+            self.link.rail_up(self.rail);
         } else if was && !up {
-            self.link.rails_up.fetch_sub(1, Ordering::SeqCst);
+            self.link.rail_down();
         }
     }
 }

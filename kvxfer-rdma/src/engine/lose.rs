@@ -2,7 +2,7 @@
 //! everything posted has its completion, then destroyed, then the device flushed. Only after that nothing of it can land.
 
 use kvxfer_core::Error;
-use kvxfer_core::flow::Direction;
+use kvxfer_core::flow::{ChunkState, Direction, LaneName};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 
@@ -33,10 +33,8 @@ impl Lane {
             // It may be in that state already, or its device gone: destroying it settles the rest.
             tracing::debug!(rail = self.text(), error = %refused, "to the error state");
         }
-        if setting_up {
+        if setting_up || !self.link.closing() {
             self.link.rail_failed(self.name(), &error);
-        } else if !self.link.closing() {
-            tracing::warn!(rail = self.text(), %error, "rail lost");
         }
         self.shown(None);
         add(&self.link.rails[usize::from(self.rail)].counters.losses, 1);
@@ -70,7 +68,7 @@ impl Lane {
                 self.gone(turn, flushed || mutants::is(Mutant::SkipFlush));
             }
         } else {
-            self.count_unflushed(turn);
+            self.settle_flushed(turn);
         }
     }
 
@@ -78,9 +76,11 @@ impl Lane {
         let key = (self.link.id, self.rail);
         // One asked for before the queue pair was destroyed says nothing about it.
         turn.flusher.withdraw(key);
+        self.unflush();
         self.flush_asked = true;
         let text = self.text();
         let destroyed = self.pair.as_mut().is_none_or(|pair| pair.destroy(&text));
+        self.undestroyed = !destroyed;
         if !destroyed || mutants::is(Mutant::SkipFlush) {
             turn.flusher.answer_without(key, destroyed);
         } else {
@@ -96,19 +96,39 @@ impl Lane {
     fn gone(&mut self, turn: &mut Turn<'_>, flushed: bool) {
         // What came before the end counts.
         self.take_completed(turn);
-        let Stage::Flushing { error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
+        let Stage::Flushing { mut error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
             return;
         };
         let name = self.name();
         let link = self.link.clone();
         let mut quiet = false;
+        let mut refused = Vec::new();
         if let Some(mut pair) = self.pair.take() {
             for chunk in pair.chunks_left() {
+                if pair.refused_request.is_some_and(|number| chunk.has_request(number)) {
+                    refused.push((chunk.transfer, chunk.direction, chunk.header));
+                }
                 quiet |= self.drop_chunk(chunk);
+            }
+            if pair.refused_request.is_some() {
+                // The better reason, also if the peer was quicker to say that it lost the rail.
+                error = pair.failure.take().unwrap_or(error);
             }
             self.keep_received(std::mem::take(&mut pair.received));
         }
-        let chunks = link.sender.lock().lane_lost(name);
+        let mut sender = link.sender.lock();
+        // The peer does not let this side have that memory: trying again on another queue pair would come to the same.
+        for (transfer, _, header) in refused.iter().filter(|(_, direction, _)| *direction == Direction::Read) {
+            sender.completed(name, *transfer, header.name(), ChunkState::Refused, turn.now);
+        }
+        let chunks = sender.lane_lost(name);
+        for (_, _, header) in refused
+            .iter()
+            .filter(|(_, direction, _)| *direction == Direction::Write)
+        {
+            sender.slot_refused(header.slot, header.generation);
+        }
+        drop(sender);
         add(
             &link.rails[usize::from(self.rail)].counters.in_doubt,
             chunks.len() as u64,
@@ -134,16 +154,35 @@ impl Lane {
             error,
         });
         if flushed {
-            for (lane, chunks) in std::mem::take(&mut self.fences) {
-                self.answer_fence(lane, chunks);
-            }
+            // Also for those before it.
+            let mut lanes = std::mem::take(&mut self.unflushed.lanes);
+            lanes.push(name);
+            self.lanes_flushed(&lanes);
         } else {
             tracing::error!(
                 rail = self.text(),
                 "the device could not be flushed: what it may still write is quarantined"
             );
+            if !self.undestroyed {
+                self.unflushed.lanes.push(name);
+                self.flush_again = Some(turn.now);
+            }
         }
         self.after_loss(turn);
+    }
+
+    /// The device was flushed after these queue pairs were destroyed: nothing of them lands any more.
+    pub(super) fn lanes_flushed(&mut self, lanes: &[LaneName]) {
+        for lane in lanes {
+            self.link.lane_gone(*lane, true);
+        }
+        for (lane, chunks) in std::mem::take(&mut self.fences) {
+            if lanes.contains(&lane) {
+                self.answer_fence(lane, chunks);
+            } else {
+                self.fences.push((lane, chunks));
+            }
+        }
     }
 
     /// A chunk that was outstanding when the queue pair went. True if leaving its fence made it.

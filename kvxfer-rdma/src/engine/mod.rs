@@ -272,7 +272,7 @@ impl Engine {
             !lane.ended()
         });
         self.watched.retain(|link| {
-            link.check_setup(now);
+            link.check_rails(now);
             let more = link.check_revocations(now).is_some() || !link.settled();
             link.flush();
             more && !link.closing()
@@ -292,7 +292,7 @@ impl Engine {
             armed |= lane.arm();
         }
         armed |= self.flusher.arm();
-        if armed && self.poll_lanes() {
+        if armed && self.poll_lanes() || self.lanes.values().any(|lane| lane.kicked) {
             return;
         }
         let timeout = self.timeout();

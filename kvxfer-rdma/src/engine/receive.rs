@@ -1,5 +1,7 @@
 //! The receiving side of a rail: closes are matched with what they cover, and what they cover is counted.
 
+use std::time::Duration;
+
 use kvxfer_core::flow::{Applied, ChunkHeader, Placement};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
@@ -15,6 +17,10 @@ use super::lane::{Lane, Received};
 
 /// Closes told whose immediates have not come, per queue pair, at most: the peer has no more credits than that.
 const CLOSINGS_MAX: usize = 4096;
+/// Closes without an immediate that wait for a flush, per rail, at most.
+const UNFLUSHED_MAX: usize = 65_536;
+/// Pause after a flush failed: while a port is down, its device may not even reach itself.
+const FLUSH_PAUSE: Duration = Duration::from_millis(100);
 
 impl Lane {
     /// The peer says what a close covers.
@@ -22,11 +28,19 @@ impl Lane {
         if closing.over_session {
             // Its writes are complete at the sender, on whatever queue pair they were; they may still be on their way to
             // memory here.
-            self.unflushed.push(closing);
+            if self.unflushed.closings.len() >= UNFLUSHED_MAX {
+                self.link
+                    .fail(RdmaError::peer(&self.link, "it closes faster than this side can flush".into()).into());
+                return;
+            }
+            self.unflushed.closings.push(closing);
             self.kicked = true;
             return;
         }
-        let epoch = closing.lane.epoch;
+        let epoch = match mutants::is(Mutant::IgnoreLinkEpoch) {
+            true => self.epoch,
+            false => closing.lane.epoch,
+        };
         let received = if epoch == self.epoch && self.pair.is_some() {
             self.pair.as_mut().map(|pair| &mut pair.received)
         } else {
@@ -40,7 +54,8 @@ impl Lane {
             self.count(turn, closing);
             self.matched(epoch);
         } else if received.closings.len() >= CLOSINGS_MAX || received.closings.contains_key(&immediate) {
-            self.fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
+            self.link
+                .fail(RdmaError::peer(&self.link, "it closes more than it has credits for".into()).into());
         } else {
             received.closings.insert(immediate, closing);
         }
@@ -95,29 +110,45 @@ impl Lane {
         }
     }
 
-    /// Counts closes that came over the session, once the device is flushed.
-    pub(super) fn count_unflushed(&mut self, turn: &mut Turn<'_>) {
-        if self.unflushed.is_empty() {
+    /// Counts closes that came over the session, and lets go of slots that the peer writes no more, once the device is
+    /// flushed.
+    pub(super) fn settle_flushed(&mut self, turn: &mut Turn<'_>) {
+        let key = (self.link.id, self.rail);
+        if self.flush_asked {
+            match turn.flusher.answer(key) {
+                None => return,
+                Some(true) => {
+                    let flushed = std::mem::take(&mut self.flushing);
+                    flushed
+                        .closings
+                        .into_iter()
+                        .for_each(|closing| self.count(turn, closing));
+                    flushed.revoked.iter().for_each(|slot| self.link.device_flushed(slot));
+                    self.lanes_flushed(&flushed.lanes);
+                }
+                Some(false) => {
+                    self.unflush();
+                    self.flush_again = Some(turn.now + FLUSH_PAUSE);
+                }
+            }
+            self.flush_asked = false;
+        }
+        if self.flush_again.is_some_and(|at| turn.now < at) {
             return;
         }
-        let key = (self.link.id, self.rail);
-        if !self.flush_asked {
+        self.flush_again = None;
+        // A device that is gone for good is not flushed any more; with the last one the link ends.
+        if !self.unflushed.is_empty() && !self.device_dead {
+            self.flushing = std::mem::take(&mut self.unflushed);
             turn.flusher.ask(key);
             self.flush_asked = true;
         }
-        match turn.flusher.answer(key) {
-            None => {}
-            Some(flushed) => {
-                self.flush_asked = false;
-                let closings = std::mem::take(&mut self.unflushed);
-                if flushed {
-                    closings.into_iter().for_each(|closing| self.count(turn, closing));
-                } else {
-                    self.unflushed = closings;
-                    self.kicked = true;
-                }
-            }
-        }
+    }
+
+    /// What had asked for a flush that was not made has to ask again.
+    pub(super) fn unflush(&mut self) {
+        self.flushing.append(&mut self.unflushed);
+        self.unflushed = std::mem::take(&mut self.flushing);
     }
 
     /// What a close covers is in place.
@@ -147,7 +178,8 @@ impl Lane {
                     for header in &taken {
                         link.slots.abandon(header);
                     }
-                    self.fail(error);
+                    // Not the rail's fault: the peer does not keep to the protocol.
+                    link.fail(error);
                     return;
                 }
             }

@@ -45,12 +45,22 @@ pub(crate) struct SentChunk {
     pub(crate) whole: bool,
     /// Inside the fence of the blocks on this side, for as long as the device may touch them.
     pub(crate) guard: Option<OwnedGateGuard>,
+    /// The registrations that its work requests name: the device may read them again until it is done, also after the
+    /// transfer has arrived and is forgotten.
+    pub(crate) keys: Arc<TransferKeys>,
+    /// Its work requests' numbers, first and last.
+    pub(crate) requests: (u64, u64),
+}
+
+impl SentChunk {
+    pub(crate) fn has_request(&self, number: u64) -> bool {
+        (self.requests.0..=self.requests.1).contains(&number)
+    }
 }
 
 /// The chunk that is being posted.
 pub(crate) struct Current {
     pub(crate) sent: SentChunk,
-    pub(crate) keys: Arc<TransferKeys>,
     pub(crate) local: Side,
     pub(crate) remote: Side,
     /// Bytes posted.

@@ -127,3 +127,25 @@ impl ByteStream for Window {
         self.stream.segments(self.start + offset, length, segments_max, out)
     }
 }
+
+/// A shared stream.
+pub type Stream = Arc<dyn ByteStream>;
+
+/// Equal pieces of the first region.
+pub fn pieces(offsets: impl IntoIterator<Item = u64>, length: u64) -> Stream {
+    Arc::new(Pieces {
+        region: 0,
+        offsets: offsets.into_iter().collect(),
+        length,
+    })
+}
+
+/// `count` pieces of the first region, in an order that depends on `step`, which has no divisor in common with `count`.
+pub fn scattered(count: u64, step: u64, length: u64) -> Stream {
+    pieces((0..count).map(|index| index * step % count * length), length)
+}
+
+/// One range of the first region.
+pub fn range(offset: u64, length: u64) -> Stream {
+    pieces([offset], length)
+}

@@ -28,6 +28,7 @@ use kvxfer_core::machine::MachineConfig;
 
 use layers::Sources;
 pub use rdma::Rdma;
+pub(crate) use rdma::split_pair;
 
 /// An endpoint's settings. Fields are the keys of the file and, in upper case with `KVXFER_` before them and `_` for
 /// `.`, the environment variables. [`Config::reference`] lists them with defaults and ranges.

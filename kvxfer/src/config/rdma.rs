@@ -48,6 +48,8 @@ pub struct Rdma {
     pub progress_ms: u64,
     /// Time a sender has to confirm that it stopped before the receiver fences its queue pairs, in milliseconds.
     pub revoke_ms: u64,
+    /// Time a link may be without any rail before it is given up for the next transport named, in milliseconds.
+    pub outage_ms: u64,
     /// Registrations of memory at once.
     pub registration_threads: u16,
     /// Most bytes of one registration; larger regions are registered in several. `None` (`auto`): what the device can.
@@ -78,6 +80,7 @@ impl Default for Rdma {
             window_bytes_max: 64 << 20,
             progress_ms: 1_000,
             revoke_ms: 400,
+            outage_ms: 5_000,
             registration_threads: 4,
             registration_bytes_max: None,
             spin_us: 0,

@@ -244,6 +244,12 @@ pub(crate) const KEYS: &[Key] = &[
         60_000,
         "Time a sender has to confirm that it stopped; then the receiver fences its queue pairs. At most `deadlines.liveness_ms`.",
     ),
+    integer(
+        "rdma.outage_ms",
+        10,
+        86_400_000,
+        "Time a link that had a rail may be without any; then it is given up for the next transport named.",
+    ),
     integer("rdma.registration_threads", 1, 64, "Registrations of memory at once."),
     Key {
         path: "rdma.registration_bytes_max",

@@ -16,8 +16,8 @@ impl Endpoint {
     /// Idempotent, and coalesced with whatever else connects.
     ///
     /// # Errors
-    /// `Unreachable` if nobody answers, `StalePeer` if somebody else does, `Transport` if there is a session and no link,
-    /// with what is wrong with each transport, and why the handshake was refused.
+    /// `Unreachable` if nobody answers, `StalePeer` if somebody else does, and why the handshake was refused;
+    /// `Transport` (or `Unsupported`) if the peer answers and no transport that both sides have comes up.
     pub fn connect(&self, address: &EndpointAddress, timeout: Duration) -> Result<()> {
         let shared = &self.shared;
         shared.begin(|state, now| {
@@ -30,24 +30,26 @@ impl Endpoint {
             state.machine.connect(now, address)
         })?;
         let mut outcome = None;
+        let mut session = false;
         shared.wait_for(timeout, |state| {
             outcome = find(state, address).and_then(|peer| match &state.peers.get(&peer)?.state {
                 PeerState::Lost(error) => Some(Err(error.clone())),
-                _ => Shared::link_is_up(state, peer).then_some(Ok(())),
+                _ if Shared::link_is_up(state, peer) => Some(Ok(())),
+                _ => state.machine.why_no_link(peer).map(Err),
             });
+            session = find(state, address)
+                .and_then(|peer| state.peers.get(&peer))
+                .is_some_and(|peer| matches!(peer.state, PeerState::Ready | PeerState::Draining));
             outcome.is_some()
         });
-        let refused = shared.look(|state| {
-            let known = find(state, address).and_then(|peer| state.peers.get(&peer))?;
-            (matches!(known.state, PeerState::Ready) && !known.refused.is_empty()).then(|| known.refused.clone())
-        });
         outcome.unwrap_or_else(|| {
-            if let Some(refused) = refused {
-                let why: Vec<String> = refused.iter().map(|(name, why)| format!("{name}: {why}")).collect();
+            if session {
                 return Err(Error::new(ErrorKind::Transport, "no link yet")
                     .at(address.to_string())
-                    .because(format!("not made within {timeout:?}; {}", why.join("; ")))
-                    .remedy("mend what is named, or name another transport behind it at both sides"));
+                    .because(format!(
+                        "there is a session, and no transport came up within {timeout:?}"
+                    ))
+                    .remedy("see `explain` for the transports, or allow more time"));
             }
             Err(Error::new(ErrorKind::Unreachable, "no session yet")
                 .at(address.to_string())
@@ -100,6 +102,9 @@ impl Endpoint {
                 );
                 for rail in &path.rails {
                     let _ = writeln!(text, "  {rail}");
+                }
+                for why in &path.rails_down {
+                    let _ = writeln!(text, "  not up: {why}");
                 }
             }
             None => text.push_str("path: none\n"),

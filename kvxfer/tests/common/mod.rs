@@ -1,6 +1,8 @@
 //! What the integration tests share: small pools, pairs of endpoints, verified bytes.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
+pub mod site;
+
 use std::future::{Future, IntoFuture};
 use std::net::SocketAddr;
 use std::pin::pin;
@@ -26,11 +28,23 @@ pub fn loopback() -> SocketAddr {
     "127.0.0.1:0".parse().unwrap()
 }
 
-/// Settings whose deadlines suit tests.
+/// Settings whose deadlines suit tests, for the transport that the binary's tests are about.
 pub fn config() -> Config {
     let mut config = Config::default();
-    config.transports = vec!["tcp".into()];
+    config.transports = vec![crate::OVER.into()];
     config.deadlines.verdict_retention_ms = 2_000;
+    if crate::OVER == "rdma" {
+        site::site().configure(&mut config);
+    }
+    config
+}
+
+/// As [`config`], on the `n`th side of the wire: what goes to the other side leaves its device.
+pub fn config_on(side: usize) -> Config {
+    let mut config = config();
+    if crate::OVER == "rdma" {
+        config.devices = vec![site::site().device(side)];
+    }
     config
 }
 
@@ -38,7 +52,14 @@ pub fn endpoint(name: &str) -> Endpoint {
     endpoint_with(name, config())
 }
 
-pub fn endpoint_with(name: &str, config: Config) -> Endpoint {
+/// Those who give are on one side, those who take on the other, unless the settings say where.
+pub fn endpoint_with(name: &str, mut config: Config) -> Endpoint {
+    if crate::OVER == "rdma" && config.devices.is_empty() {
+        let takes = ["decode", "receiver", "reader", "b"]
+            .iter()
+            .any(|side| name.starts_with(side));
+        config.devices = vec![site::site().device(usize::from(takes))];
+    }
     Endpoint::builder().config(config).name(name).build().unwrap()
 }
 
@@ -147,6 +168,25 @@ pub fn snapshot(pool: &Pool) -> Vec<u8> {
         region.copy_out(0, &mut all[start..]).unwrap();
     }
     all
+}
+
+/// The sum of a counter over its labels, of those whose labels contain this text. 0 if there is none.
+pub fn metric_sum(endpoint: &Endpoint, name: &str, labels: &str) -> f64 {
+    let text = endpoint.metrics();
+    text.lines()
+        .filter(|line| {
+            line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])) && line.contains(labels)
+        })
+        .map(|line| line.rsplit(' ').next().unwrap().parse::<f64>().unwrap())
+        .sum()
+}
+
+/// Bytes that an endpoint's devices were told to move and have not said to have moved: `sent` or `read`.
+pub fn under_way(endpoint: &Endpoint, direction: &str) -> f64 {
+    let label = format!("direction=\"{direction}\"");
+    // In this order, so that what moves meanwhile does not seem to be under way.
+    let posted = metric_sum(endpoint, "kvxfer_rail_posted_bytes_total", &label);
+    posted - metric_sum(endpoint, "kvxfer_rail_bytes_total", &label)
 }
 
 /// The value of a gauge or counter without labels.

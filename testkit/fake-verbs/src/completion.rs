@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
+use std::time::Instant;
 
 use kvxfer_rdma::sys::ibv_wc;
 use parking_lot::{Condvar, Mutex};
@@ -28,13 +29,25 @@ pub(crate) struct CompletionQueue {
 
 struct Inner {
     ready: VecDeque<Completion>,
-    /// Completions that the configuration holds back. They take room, as in a queue that nobody is told about.
-    withheld: VecDeque<Completion>,
+    /// Completions that the configuration holds back, and until when (none: until it lets them go). They take room,
+    /// as in a queue that nobody is told about.
+    withheld: VecDeque<(Option<Instant>, Completion)>,
     capacity: usize,
     armed: bool,
     overrun: bool,
     /// Events handed out and not acknowledged.
     unacknowledged: u32,
+}
+
+/// When a completion can be seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Visible {
+    /// At once.
+    Now,
+    /// From then on.
+    At(Instant),
+    /// When the configuration lets it go.
+    Withheld,
 }
 
 /// What became of a completion.
@@ -91,7 +104,9 @@ impl CompletionQueue {
         let mut inner = self.inner.lock();
         let before = inner.ready.len() + inner.withheld.len();
         inner.ready.retain(|completion| !std::ptr::eq(completion.qp, qp));
-        inner.withheld.retain(|completion| !std::ptr::eq(completion.qp, qp));
+        inner
+            .withheld
+            .retain(|(_, completion)| !std::ptr::eq(completion.qp, qp));
         before - inner.ready.len() - inner.withheld.len()
     }
 
@@ -133,7 +148,7 @@ impl CompletionQueue {
 
 impl FakeCq {
     /// Adds a completion, and raises the channel's event if the queue is armed.
-    pub(crate) fn push(&'static self, completion: Completion, withhold: bool) -> Pushed {
+    pub(crate) fn push(&'static self, completion: Completion, visible: Visible) -> Pushed {
         let mut inner = self.queue.inner.lock();
         if inner.overrun {
             return Pushed::Dead;
@@ -142,11 +157,18 @@ impl FakeCq {
             inner.overrun = true;
             return Pushed::Overrun;
         }
-        if withhold {
-            inner.withheld.push_back(completion);
-        } else {
-            inner.ready.push_back(completion);
-            self.ring(&mut inner);
+        match visible {
+            Visible::Now if inner.withheld.is_empty() => {
+                inner.ready.push_back(completion);
+                self.ring(&mut inner);
+            }
+            // Not before those that came first.
+            Visible::Now => {
+                let last = inner.withheld.back().and_then(|(due, _)| *due);
+                inner.withheld.push_back((last, completion));
+            }
+            Visible::At(due) => inner.withheld.push_back((Some(due), completion)),
+            Visible::Withheld => inner.withheld.push_back((None, completion)),
         }
         Pushed::Ready
     }
@@ -158,8 +180,28 @@ impl FakeCq {
             return;
         }
         let withheld = std::mem::take(&mut inner.withheld);
-        inner.ready.extend(withheld);
+        inner
+            .ready
+            .extend(withheld.into_iter().map(|(_, completion)| completion));
         self.ring(&mut inner);
+    }
+
+    /// Lets those delayed completions go whose time has come; gives the time of the next.
+    pub(crate) fn release_due(&'static self, now: Instant) -> Option<Instant> {
+        let mut inner = self.queue.inner.lock();
+        let mut any = false;
+        while let Some((Some(due), completion)) = inner.withheld.front().copied() {
+            if due > now {
+                break;
+            }
+            inner.withheld.pop_front();
+            inner.ready.push_back(completion);
+            any = true;
+        }
+        if any {
+            self.ring(&mut inner);
+        }
+        inner.withheld.front().and_then(|(due, _)| *due)
     }
 
     fn ring(&'static self, inner: &mut Inner) {

@@ -78,6 +78,7 @@ pub(crate) fn open(device: &'static FakeDevice) -> io::Result<Arc<Context>> {
             own_responses: Default::default(),
             network: Default::default(),
             late: Default::default(),
+            release_at: None,
             owing: Vec::new(),
             port_free: Instant::now(),
             random: 0x9e37_79b9_7f4a_7c15 ^ u64::from(number) << 32 ^ u64::from(std::process::id()),

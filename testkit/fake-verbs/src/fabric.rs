@@ -121,6 +121,20 @@ impl FakeFabric {
         Ok(path)
     }
 
+    /// Says where a device sits, as sysfs does: its NUMA node (-1: unknown), and its path among the PCI devices, like
+    /// `pci0000:16/0000:16:01.0/0000:17:00.0`. Without this nothing is known of it.
+    ///
+    /// # Errors
+    /// It was said before, or the system's.
+    pub fn place(&self, device: &str, node: i32, pci_path: &str) -> io::Result<()> {
+        let real = self.directory.join("devices").join(pci_path);
+        std::fs::create_dir_all(&real)?;
+        std::fs::write(real.join("numa_node"), format!("{node}\n"))?;
+        let listed = self.directory.join(device);
+        std::fs::create_dir_all(&listed)?;
+        std::os::unix::fs::symlink(real, listed.join("device"))
+    }
+
     /// The fabric's directory, by which another process can [attach](FakeFabric::attach).
     pub fn directory(&self) -> &Path {
         &self.directory
@@ -245,7 +259,8 @@ fn find_library() -> io::Result<PathBuf> {
     let executable = std::env::current_exe()?;
     let own = executable.parent().unwrap_or(Path::new("."));
     let above = own.parent().unwrap_or(own);
-    let places = [own.to_owned(), own.join("deps"), above.join("deps"), above.to_owned()];
+    // `deps` first: what lies beside a binary may be older than what was built as a dependency.
+    let places = [own.join("deps"), own.to_owned(), above.join("deps"), above.to_owned()];
     let found = places.iter().map(|place| place.join(BUILT)).find(|path| path.exists());
     found.ok_or_else(|| {
         let what = format!(

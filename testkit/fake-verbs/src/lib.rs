@@ -32,12 +32,12 @@
 //! | `link_layer` | `ethernet`, `infiniband` | `ethernet` | InfiniBand is addressed by LID (set `lid`), Ethernet by GID |
 //! | `transport` | `ib`, `iwarp` | `ib` | what the device list says; read when the device is first listed |
 //! | `port_state` | `active`, `down`, `init`, `armed` | `active` | unless active, packets are lost in both directions (a connection of the context to itself goes on). A change raises PORT_ERR or PORT_ACTIVE |
-//! | `gids` | `none`, or entries `IPv6/v1`, `/v2`, `/ib`, `empty` with commas | `fe80::2ff:fe00:N/v2, ::ffff:10.99.0.N/v2`, N from 1 | the GID table. A change raises GID_CHANGE |
+//! | `gids` | `none`, or entries `IPv6/v1`, `/v2`, `/ib`, `empty` with commas | `fe80::200:ff:fe00:N/v2, ::ffff:10.99.0.N/v2`, N from 1 | the GID table. A change raises GID_CHANGE |
 //! | `ifindex` | number | 0 | the network interface of each GID |
 //! | `active_mtu` | 256 … 4096 | 4096 | also the most that modify_qp takes |
 //! | `lid` | number | 0 | a change raises LID_CHANGE |
 //! | `max_qp`, `max_qp_wr`, `max_sge`, `max_sge_rd`, `max_cqe`, `max_mr_size`, `max_qp_rd_atom`, `max_msg_sz` | number | 4096, 16384, 32, 32, 4194303, 2^64-1, 16, 2^30 | attributes, enforced |
-//! | `pci_path` | path | `<fabric>/fakeN` | what the device list says the device's path in sysfs is; read when the device is first listed. Tests may put files there |
+//! | `pci_path` | path | `<fabric>/fakeN` | what the device list says the device's path in sysfs is; read when the device is first listed. [`FakeFabric::place`] puts there what says where the device sits |
 //! | `memlock_bytes` | number | no limit | registering more in one context is ENOMEM |
 //! | `dmabuf` | `on`, `off` | `off` | `on`: any descriptor that can be mapped is taken; `off`: EOPNOTSUPP |
 //! | `bandwidth_bytes_per_s` | number, 0: no limit | 0 | what each context sends: WRITEs and answers to READs |
@@ -48,11 +48,15 @@
 //! | `late_placement_us` | number | 0 | WRITEs are accepted and acknowledged, but put in memory only that much later: even if the queue pair is in ERR, reset or destroyed by then. Earlier only by a READ from the context to itself (all), a READ on the same queue pair (its own), a receive completed by an immediate on the same queue pair (its own), or dereg_mr (the region's) |
 //! | `flush_scope` | `device`, `region` | `device` | `region`: a READ from the context to itself forces only what is late in the region that it reads, and in others that share addresses with it |
 //! | `completions` | `deliver`, `withhold` | `deliver` | `withhold`: completions take room in the queue but are not seen until it is `deliver` |
+//! | `completion_delay_us` | number | 0 | completions are seen that much later, in their order |
 //! | `complete_with` | `STATUS[:count[:after]]`, `off` | `off` | the next requests fail with this status (`REM_OP_ERR`, `RETRY_EXC_ERR`, … or a number); `after`: they are carried out first |
 //! | `retry_exceeded` | `on`, `off` | `on` | `off`: a silent peer is never reported, as with rxe |
 //! | `min_timeout_us` | number | 50000 | the least time until a retry, whatever the queue pair's timeout, so that a busy machine does not look like a silent peer |
 //! | `fail` | `verb:errno[:count[:skip]]` with commas | none | verbs that fail, `count` times, after `skip` calls that do not: `get_device_list`, `open_device`, `query_device`, `query_port`, `query_gid`, `query_gid_ex`, `alloc_pd`, `dealloc_pd`, `reg_mr`, `reg_dmabuf_mr`, `dereg_mr`, `create_comp_channel`, `create_cq`, `destroy_cq`, `create_qp`, `modify_qp` (`.init`, `.rtr`, `.rts`, `.err`, `.reset`), `query_qp`, `destroy_qp`, `post_send`, `post_send.one` (each request of a list), `post_recv`, `poll_cq`, `req_notify_cq`; errno by name or number |
 //! | `event` | `port_down:1`, `port_active:1`, `gid_change:1`, `lid_change:1`, `pkey_change:1`, `sm_change:1`, `client_reregister:1`, `qp_fatal:QPN`, `device_fatal` | none | raises the event once for each change of the value (`port_down:1#2`), without changing the port. `device_fatal` also moves all queue pairs to ERR and makes verbs fail with EIO |
+//!
+//! Programs that are not in Rust call `kvx_fake_set(device, key, value)` and `kvx_fake_counter(device, name)` of the
+//! library they have loaded, which is what [`FakeFabric`] does.
 //!
 //! # Counters
 //!

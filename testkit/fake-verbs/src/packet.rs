@@ -37,7 +37,8 @@ pub(crate) struct Header {
     pub(crate) flags: u8,
     /// NAK: one of [`nak`]. Receiver not ready: the timer code.
     pub(crate) code: u8,
-    pub(crate) reserved: u8,
+    /// Requests: the path MTU that the requester goes by, as in `IBV_MTU_...`.
+    pub(crate) mtu: u8,
 }
 
 /// Kinds of packets.
@@ -89,6 +90,11 @@ pub(crate) fn psn_distance(a: u32, b: u32) -> i32 {
     (a.wrapping_sub(b) << 8) as i32 >> 8
 }
 
+/// The bytes of an `IBV_MTU_...`.
+pub(crate) fn mtu_bytes(mtu: u32) -> u32 {
+    128 << mtu.min(5)
+}
+
 /// How many packets that many bytes take; at least one.
 pub(crate) fn packets(length: usize) -> u32 {
     u32::try_from(length.div_ceil(FRAGMENT).max(1)).unwrap_or(u32::MAX)
@@ -97,6 +103,11 @@ pub(crate) fn packets(length: usize) -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn path_mtus_are_powers_of_two() {
+        assert_eq!((mtu_bytes(1), mtu_bytes(5)), (256, 4096));
+    }
 
     #[test]
     fn sequence_numbers_wrap() {

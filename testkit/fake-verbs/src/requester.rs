@@ -525,7 +525,7 @@ fn request_packet(qp: &QueuePair, request: &Send, index: u32) -> (Header, usize)
         kind: kind::WRITE,
         flags: 0,
         code: 0,
-        reserved: 0,
+        mtu: qp.attributes.path_mtu as u8,
     };
     if request.is_read() {
         header.kind = kind::READ;

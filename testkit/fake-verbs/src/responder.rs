@@ -7,7 +7,7 @@ use kvxfer_rdma::sys;
 
 use crate::counters::add;
 use crate::network::{Moved, Response, Stream};
-use crate::packet::{FRAGMENT, Header, flag, kind, nak, psn_add, psn_distance};
+use crate::packet::{FRAGMENT, Header, flag, kind, mtu_bytes, nak, psn_add, psn_distance};
 use crate::queue_pair::QueuePair;
 use crate::requester::BURST;
 use crate::state::{Late, Report, State};
@@ -79,6 +79,12 @@ impl State {
             return;
         }
         qp.gap_reported = false;
+        if !fits_mtu(qp, header) {
+            self.acknowledge(qp);
+            self.refuse(qp, header.psn, kind::NAK, nak::INVALID);
+            self.fail_responder(qp);
+            return;
+        }
         if header.kind == kind::READ {
             self.take_read(qp, header, looped);
         } else {
@@ -421,6 +427,13 @@ impl State {
 /// How many answers a link sends before others have their turn.
 const RESPONSES_AT_ONCE: u32 = 16;
 
+/// Whether both ends cut a message into the same packets: they have the same path MTU, or one packet is enough for
+/// either.
+fn fits_mtu(qp: &QueuePair, header: &Header) -> bool {
+    let (own, other) = (qp.attributes.path_mtu, u32::from(header.mtu));
+    own == other || header.total <= mtu_bytes(own.min(other))
+}
+
 /// Moves a READ answer's header on to its next packet; true if there is none.
 fn advance(next: &mut Header, bytes: usize) -> bool {
     next.psn = psn_add(next.psn, 1);
@@ -443,6 +456,6 @@ fn answer(qp: &QueuePair, psn: u32, kind: u8, code: u8) -> Header {
         kind,
         flags: 0,
         code,
-        reserved: 0,
+        mtu: 0,
     }
 }

@@ -6,7 +6,7 @@ use std::time::Instant;
 
 use kvxfer_rdma::sys::{self, ibv_async_event, ibv_async_event__bindgen_ty_1, ibv_wc, ibv_wc__bindgen_ty_1};
 
-use crate::completion::{Completion, Pushed};
+use crate::completion::{Completion, Pushed, Visible};
 use crate::config::{Settings, WrongCompletion, link_layer};
 use crate::counters::add;
 use crate::device::Device;
@@ -58,6 +58,8 @@ pub(crate) struct State {
     /// Arrived, but still in the network as far as anyone can tell.
     pub(crate) network: VecDeque<(Instant, Packet)>,
     pub(crate) late: VecDeque<Late>,
+    /// When the next delayed completion is to be seen.
+    pub(crate) release_at: Option<Instant>,
     /// Queue pairs (lower bits) that owe acknowledgements.
     pub(crate) owing: Vec<u32>,
     /// When the port has sent everything so far, at the configured bandwidth.
@@ -168,11 +170,36 @@ impl State {
             sends: report.sends,
             receives: report.receives,
         };
-        if queue.push(completion, self.settings.withhold) == Pushed::Overrun {
+        let visible = self.visible();
+        if queue.push(completion, visible) == Pushed::Overrun {
             add(&self.device.counters.cq_overruns, 1);
             let element = ibv_async_event__bindgen_ty_1 { cq: queue.pointer() };
             self.raise(sys::IBV_EVENT_CQ_ERR, element, queue.pointer().addr());
             self.move_to_error(qp);
+        }
+    }
+
+    /// When a completion of now can be seen.
+    fn visible(&mut self) -> Visible {
+        if self.settings.withhold {
+            Visible::Withheld
+        } else if self.settings.completion_delay.is_zero() {
+            Visible::Now
+        } else {
+            let due = Instant::now() + self.settings.completion_delay;
+            self.release_at = Some(self.release_at.map_or(due, |release| release.min(due)));
+            Visible::At(due)
+        }
+    }
+
+    /// Lets delayed completions go whose time has come.
+    pub(crate) fn release_completions(&mut self, now: Instant) {
+        if self.release_at.is_some_and(|due| due <= now) {
+            self.release_at = self
+                .completion_queues
+                .iter()
+                .filter_map(|queue| queue.release_due(now))
+                .min();
         }
     }
 

@@ -84,6 +84,7 @@ impl Engine {
         busy |= state.take_loopback(now);
         state.acknowledge_all();
         place_due(state, now);
+        state.release_completions(now);
         look_after_queue_pairs(state, now);
         busy |= state.send_responses(now);
         if !state.dead {
@@ -260,6 +261,7 @@ fn next_deadline(state: &State) -> Option<Duration> {
         consider(*due);
     }
     state.late.iter().for_each(|late| consider(late.due));
+    state.release_at.iter().for_each(|due| consider(*due));
     let mut sending = false;
     for qp in state
         .live

@@ -238,7 +238,7 @@ fn reset_loses_completions_and_a_reused_number_takes_old_packets() {
     let (left, _right) = Pair::connected(&set.a, &set.b, options);
     left.post(&[set.write(1, 1000)]);
     eventually("written", || set.fabric.counter("fake1", "bytes_written") == 2000);
-    std::thread::sleep(std::time::Duration::from_millis(20));
+    std::thread::sleep(std::time::Duration::from_millis(300));
     assert_eq!(left.to(sys::IBV_QPS_RESET), 0);
     assert_eq!(set.fabric.counter("fake0", "completions_lost"), 1);
     assert!(set.a.poll().is_empty());
@@ -283,6 +283,29 @@ fn completions_can_be_wrong_before_or_after_the_bytes_have_moved() {
     left.post(&[set.write(3, 10)]);
     assert_eq!(statuses(&set.a.wait(1)), [(3, sys::IBV_WC_RETRY_EXC_ERR)]);
     assert_eq!(peek(&set.target, 9), 1);
+}
+
+#[test]
+fn ends_with_different_path_mtus_understand_only_short_messages() {
+    let set = Set::new(&[]);
+    let (left, right) = (
+        Pair::new(&set.a, Options::default()),
+        Pair::new(&set.b, Options::default()),
+    );
+    left.connect(right.number(), set.b.gid(1));
+    assert_eq!(right.init(), 0);
+    let small = Options {
+        mtu: sys::IBV_MTU_256,
+        ..Options::default()
+    };
+    let right = Pair {
+        options: small,
+        ..right
+    };
+    assert_eq!(right.ready_to_receive(left.number(), set.a.gid(1)), 0);
+    left.post(&[set.write(1, 256), set.write(2, 257)]);
+    let expected = [(1, sys::IBV_WC_SUCCESS), (2, sys::IBV_WC_REM_INV_REQ_ERR)];
+    assert_eq!(statuses(&set.a.wait(2)), expected);
 }
 
 #[test]

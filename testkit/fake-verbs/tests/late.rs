@@ -29,7 +29,7 @@ fn late_write(fabric: &FakeFabric, target: &mut [u8]) -> (Device, Device, Pair, 
 
 #[test]
 fn they_land_after_err_and_destroy_when_their_time_has_come() {
-    let fabric = FakeFabric::with(&[("fake1", "late_placement_us", "150000")]).unwrap();
+    let fabric = FakeFabric::with(&[("fake1", "late_placement_us", "500000")]).unwrap();
     let mut target = vec![0u8; SIZE];
     let (_a, b, left, right, _) = late_write(&fabric, &mut target);
     assert_eq!(right.to(sys::IBV_QPS_ERR), 0);
@@ -96,7 +96,7 @@ fn the_receive_of_a_later_immediate_on_the_same_queue_pair_comes_after_them() {
 
 #[test]
 fn deregistering_places_them_first_so_that_nothing_is_written_afterwards() {
-    let fabric = FakeFabric::with(&[("fake1", "late_placement_us", "100000")]).unwrap();
+    let fabric = FakeFabric::with(&[("fake1", "late_placement_us", "500000")]).unwrap();
     let verbs = load(&fabric);
     let (a, b) = (Device::open(&verbs, "fake0"), Device::open(&verbs, "fake1"));
     let (left, _right) = Pair::connected(&a, &b, Options::default());
@@ -109,7 +109,7 @@ fn deregistering_places_them_first_so_that_nothing_is_written_afterwards() {
     b.deregister(to);
     assert_eq!(target, vec![3; 1000]);
     target.fill(0);
-    std::thread::sleep(Duration::from_millis(200));
+    std::thread::sleep(Duration::from_millis(700));
     assert_eq!(target, vec![0; 1000]);
     assert_eq!(fabric.counter("fake1", "late_bytes_at_deregister"), 1000);
 }

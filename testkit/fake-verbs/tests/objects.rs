@@ -29,6 +29,20 @@ fn a_fabric_has_as_many_devices_as_it_says() {
 }
 
 #[test]
+fn a_device_sits_where_it_is_placed() {
+    let fabric = FakeFabric::new().unwrap();
+    fabric
+        .place("fake1", 1, "pci0000:16/0000:16:01.0/0000:17:00.0")
+        .unwrap();
+    let device = Device::open(&load(&fabric), "fake1");
+    // SAFETY: a live context, whose device has a path that ends with a zero.
+    let path = unsafe { std::ffi::CStr::from_ptr((*(*device.context).device).ibdev_path.as_ptr()) };
+    let path = std::path::Path::new(path.to_str().unwrap()).join("device");
+    assert_eq!(std::fs::read_to_string(path.join("numa_node")).unwrap(), "1\n");
+    assert!(path.canonicalize().unwrap().ends_with("0000:16:01.0/0000:17:00.0"));
+}
+
+#[test]
 fn misspelt_keys_and_values_are_refused() {
     assert!(FakeFabric::with(&[("*", "latency", "5")]).is_err());
     let fabric = FakeFabric::new().unwrap();
@@ -112,7 +126,7 @@ fn infiniband_is_addressed_by_lid() {
             | sys::IBV_QP_MIN_RNR_TIMER;
         let set = |attr: &mut sys::ibv_qp_attr| {
             attr.qp_state = sys::IBV_QPS_RTR;
-            attr.path_mtu = sys::IBV_MTU_4096;
+            attr.path_mtu = sys::IBV_MTU_1024;
             attr.dest_qp_num = peer;
             attr.rq_psn = Options::default().psn;
             attr.ah_attr.dlid = lid;
@@ -308,6 +322,25 @@ fn withheld_completions_come_when_they_are_let_go() {
 }
 
 #[test]
+fn delayed_completions_come_later_and_in_order() {
+    let fabric = FakeFabric::with(&[("fake0", "completion_delay_us", "600000")]).unwrap();
+    let verbs = load(&fabric);
+    let (a, b) = (Device::open(&verbs, "fake0"), Device::open(&verbs, "fake1"));
+    let (left, right) = Pair::connected(&a, &b, Options::default());
+    assert_eq!(right.post_receives(1, 2), 0);
+    let start = std::time::Instant::now();
+    left.post(&[Request::immediate(1, 0)]);
+    b.wait(1);
+    // The acknowledgement is there by then, and the completion made.
+    std::thread::sleep(Duration::from_millis(200));
+    fabric.set_now("fake0", "completion_delay_us", "0").unwrap();
+    left.post(&[Request::immediate(2, 0)]);
+    let both: Vec<u64> = a.wait(2).iter().map(|wc| wc.wr_id).collect();
+    assert_eq!(both, [1, 2]);
+    assert!(start.elapsed() >= Duration::from_millis(600));
+}
+
+#[test]
 fn verbs_fail_as_often_as_they_are_told_to() {
     let fabric = FakeFabric::with(&[(
         "*",
@@ -493,8 +526,9 @@ fn bandwidth_and_latency_are_kept() {
     left.post(&[Request::write(1, &memory, lkey, target.as_ptr() as u64, rkey)]);
     a.wait(1);
     let took = start.elapsed();
+    println!("5 MB at 50 MB/s took {took:?}");
     assert!(
-        took >= Duration::from_millis(100) && took < Duration::from_millis(800),
+        took >= Duration::from_millis(100) && took < Duration::from_secs(2),
         "{took:?}"
     );
 }

@@ -261,12 +261,11 @@ impl Machine {
         if self.links.contains_key(&incarnation) {
             return;
         }
-        let Some(error) = self.peers.get(&incarnation).and_then(|peer| peer.no_transport_left()) else {
+        let Some(error) = self.no_transport_left(incarnation) else {
             return;
         };
         let wait = self.random.jitter(self.config.backoff_max);
         self.timers.set(TimerKey::Link(incarnation), now + wait);
-        let error = error.at(format!("endpoint {incarnation}"));
         let needing: Vec<TransferId> = self
             .link_transfers
             .iter()
@@ -276,6 +275,12 @@ impl Machine {
         for id in needing {
             self.transfer_refused(now, id, error.clone());
         }
+    }
+
+    /// Why there is no link with a peer, if that is because every transport has failed.
+    pub(in crate::machine) fn no_transport_left(&self, incarnation: Incarnation) -> Option<Error> {
+        let error = self.peers.get(&incarnation)?.no_transport_left()?;
+        Some(error.at(format!("endpoint {incarnation}")))
     }
 
     pub(in crate::machine) fn on_link_timer(&mut self, now: Time, incarnation: Incarnation) {

@@ -162,6 +162,7 @@ pub struct Options {
     pub not_ready_retries: u8,
     pub depth: u8,
     pub psn: u32,
+    pub mtu: u32,
 }
 
 impl Default for Options {
@@ -174,6 +175,7 @@ impl Default for Options {
             not_ready_retries: 7,
             depth: 4,
             psn: 0x00ff_fff0,
+            mtu: sys::IBV_MTU_1024,
         }
     }
 }
@@ -224,6 +226,72 @@ impl Request {
             unsignalled: true,
             ..self
         }
+    }
+}
+
+/// Requests as the C interface wants them, linked.
+pub struct Posted {
+    list: Vec<sys::ibv_send_wr>,
+    _pieces: Vec<Vec<sys::ibv_sge>>,
+}
+
+impl Posted {
+    pub fn new(requests: &[Request]) -> Posted {
+        let piece = |(addr, length, lkey): &(u64, u32, u32)| sys::ibv_sge {
+            addr: *addr,
+            length: *length,
+            lkey: *lkey,
+        };
+        let mut pieces: Vec<Vec<_>> = requests
+            .iter()
+            .map(|request| request.pieces.iter().map(piece).collect())
+            .collect();
+        let mut list: Vec<_> = requests
+            .iter()
+            .zip(&mut pieces)
+            .map(|(request, pieces)| {
+                // SAFETY: all zero is a valid one.
+                let mut wr: sys::ibv_send_wr = unsafe { std::mem::zeroed() };
+                wr.wr_id = request.id;
+                wr.sg_list = pieces.as_mut_ptr();
+                wr.num_sge = pieces.len() as i32;
+                wr.opcode = request.opcode;
+                wr.send_flags = if request.unsignalled { 0 } else { sys::IBV_SEND_SIGNALED };
+                if request.fence {
+                    wr.send_flags |= sys::IBV_SEND_FENCE;
+                }
+                wr.__bindgen_anon_1.imm_data = request.immediate.to_be();
+                wr.wr.rdma.remote_addr = request.remote;
+                wr.wr.rdma.rkey = request.key;
+                wr
+            })
+            .collect();
+        let first = list.as_mut_ptr();
+        for index in 1..list.len() {
+            list[index - 1].next = first.wrapping_add(index);
+        }
+        Posted { list, _pieces: pieces }
+    }
+
+    pub fn try_post(&self, pair: &Pair) -> (i32, usize) {
+        let first = self.list.as_ptr().cast_mut();
+        let mut bad = std::ptr::null_mut();
+        // SAFETY: a live queue pair; the list and what it points to live as long as `self`, and are only read.
+        unsafe {
+            let errno = ((*(*pair.qp).context).ops.post_send.unwrap())(pair.qp, first, &raw mut bad);
+            (
+                errno,
+                if errno == 0 {
+                    self.list.len()
+                } else {
+                    bad.offset_from(first) as usize
+                },
+            )
+        }
+    }
+
+    pub fn post(&self, pair: &Pair) {
+        assert_eq!(self.try_post(pair), (0, self.list.len()));
     }
 }
 
@@ -291,7 +359,7 @@ impl Pair {
         self.modify(
             |attr| {
                 attr.qp_state = sys::IBV_QPS_RTR;
-                attr.path_mtu = sys::IBV_MTU_1024;
+                attr.path_mtu = self.options.mtu;
                 attr.dest_qp_num = peer;
                 attr.rq_psn = self.options.psn;
                 attr.max_dest_rd_atomic = self.options.depth;
@@ -347,54 +415,7 @@ impl Pair {
 
     /// Posts requests with one doorbell; the errno and how many were taken.
     pub fn try_post(&self, requests: &[Request]) -> (i32, usize) {
-        let mut pieces: Vec<Vec<sys::ibv_sge>> = requests
-            .iter()
-            .map(|request| {
-                request
-                    .pieces
-                    .iter()
-                    .map(|(addr, length, lkey)| sys::ibv_sge {
-                        addr: *addr,
-                        length: *length,
-                        lkey: *lkey,
-                    })
-                    .collect()
-            })
-            .collect();
-        // SAFETY: all zero is a valid one; the list lives until the call returns.
-        unsafe {
-            let mut list: Vec<sys::ibv_send_wr> = requests
-                .iter()
-                .zip(&mut pieces)
-                .map(|(request, pieces)| {
-                    let mut wr: sys::ibv_send_wr = std::mem::zeroed();
-                    wr.wr_id = request.id;
-                    wr.sg_list = pieces.as_mut_ptr();
-                    wr.num_sge = pieces.len() as i32;
-                    wr.opcode = request.opcode;
-                    wr.send_flags = if request.unsignalled { 0 } else { sys::IBV_SEND_SIGNALED };
-                    if request.fence {
-                        wr.send_flags |= sys::IBV_SEND_FENCE;
-                    }
-                    wr.__bindgen_anon_1.imm_data = request.immediate.to_be();
-                    wr.wr.rdma.remote_addr = request.remote;
-                    wr.wr.rdma.rkey = request.key;
-                    wr
-                })
-                .collect();
-            for index in 1..list.len() {
-                list[index - 1].next = &raw mut list[index];
-            }
-            let first = list.as_mut_ptr();
-            let mut bad = std::ptr::null_mut();
-            let errno = ((*(*self.qp).context).ops.post_send.unwrap())(self.qp, first, &raw mut bad);
-            let taken = if errno == 0 {
-                list.len()
-            } else {
-                bad.offset_from(first) as usize
-            };
-            (errno, taken)
-        }
+        Posted::new(requests).try_post(self)
     }
 
     pub fn post(&self, requests: &[Request]) {

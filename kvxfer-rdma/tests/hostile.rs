@@ -1,0 +1,286 @@
+//! A peer that says what no kvxfer says: the link has failed with `Protocol`, nothing panics, and other links go on.
+#![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs)]
+
+mod support;
+
+use std::time::Duration;
+
+use kvxfer_core::flow::{LaneName, PartExtent};
+use kvxfer_core::transport::LinkEvent;
+use kvxfer_core::{ErrorKind, Generation, SlotId};
+use serde::Serialize;
+use support::*;
+
+/// The messages, as they are on the wire.
+#[derive(Serialize, Clone)]
+enum Said {
+    Connect(Hello),
+    Accept(Hello),
+    Reject(LaneName, String),
+    Ready(LaneName),
+    Admit(SlotId, Generation),
+    Admitted(SlotId, Generation),
+    Refused(SlotId, Generation),
+    Revoke(SlotId, Generation),
+    Revoked(SlotId, Generation),
+    Closing(Closing),
+    Credits(LaneName, u32),
+    Arrived(SlotId, Generation),
+    UserMessage(SlotId, Generation, Vec<u8>),
+    LaneDown(LaneName, String),
+}
+
+#[derive(Serialize, Clone)]
+struct Hello {
+    lane: LaneName,
+    own_port: u16,
+    peer_port: u16,
+    queue_pair: u32,
+    packet_sequence: u32,
+    lid: u16,
+    gid: Option<[u8; 16]>,
+    mtu_bytes: u32,
+    reads_served: u8,
+    reads_started: u8,
+    receives: u32,
+    probe_address: u64,
+    probe_key: u32,
+}
+
+#[derive(Serialize, Clone)]
+struct Closing {
+    lane: LaneName,
+    slot: SlotId,
+    generation: Generation,
+    close: u8,
+    over_session: bool,
+    has_message: bool,
+    checksum: Option<u64>,
+    chunks: Vec<(u32, PartExtent, u64, u32)>,
+}
+
+const LANE: LaneName = LaneName { index: 0, epoch: 1 };
+
+fn hello() -> Hello {
+    Hello {
+        lane: LaneName { index: 0, epoch: 5 },
+        own_port: 0,
+        peer_port: 0,
+        queue_pair: 77,
+        packet_sequence: 1,
+        lid: 0,
+        gid: None,
+        mtu_bytes: 1024,
+        reads_served: 1,
+        reads_started: 1,
+        receives: 8,
+        probe_address: 4096,
+        probe_key: 1,
+    }
+}
+
+fn closing(slot: (SlotId, Generation), close: u8) -> Closing {
+    Closing {
+        lane: LANE,
+        slot: slot.0,
+        generation: slot.1,
+        close,
+        over_session: false,
+        has_message: false,
+        checksum: None,
+        chunks: vec![(0, PartExtent::WHOLE, 0, 4096)],
+    }
+}
+
+fn body(said: &[Said]) -> Vec<u8> {
+    let mut body = vec![1];
+    for one in said {
+        body = postcard::to_extend(one, body).unwrap();
+    }
+    body
+}
+
+/// Says this to the right side (which accepts rails), or to the left one (which dials): the link fails with `Protocol`.
+fn breaks(what: &str, to_left: bool, say: impl Fn((SlotId, Generation)) -> Vec<Vec<u8>>) {
+    let site = Site::open();
+    let pair = site.pair();
+    let target = pair.right.memory(&[65_536]);
+    let slot = pair.right.grant(range(0, 65_536), &target, None);
+    pair.right_link.admit(slot.0, slot.1);
+    let (link, log) = match to_left {
+        true => (&pair.left_link, &pair.left_log),
+        false => (&pair.right_link, &pair.right_log),
+    };
+    for body in say(slot) {
+        link.message(body);
+    }
+    let error = log.wait(what, |event| match event {
+        LinkEvent::Failed(error) => Some(error.clone()),
+        _ => None,
+    });
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{what}: {error}");
+    log.closed();
+    assert_eq!(log.count(|event| matches!(event, LinkEvent::Failed(_))), 1, "{what}");
+    pair.right.slots.close(slot.0, slot.1);
+    until("quiet", || to_left || pair.right.slots.fenced(slot.0, slot.1));
+    if !to_left {
+        assert!(
+            pair.right.slots.fenced(slot.0, slot.1),
+            "{what}: what was admitted is not quiet"
+        );
+    }
+}
+
+#[test]
+fn bodies_that_are_none() {
+    breaks("empty", false, |_| vec![vec![]]);
+    breaks("another version", false, |_| vec![vec![2, 3, 0, 1]]);
+    breaks("an unknown message", false, |_| vec![vec![1, 99]]);
+    breaks("cut off", false, |slot| {
+        let whole = body(&[Said::Closing(closing(slot, 1))]);
+        vec![whole[..whole.len() - 1].to_vec()]
+    });
+}
+
+#[test]
+fn rails_that_are_none() {
+    let lane = LaneName { index: 400, epoch: 1 };
+    breaks("credits of no rail", false, |_| vec![body(&[Said::Credits(lane, 1)])]);
+    breaks("ready of no rail", true, |_| vec![body(&[Said::Ready(lane)])]);
+    breaks("the acceptor dials", true, |_| vec![body(&[Said::Connect(hello())])]);
+}
+
+#[test]
+fn closes_that_are_none() {
+    breaks("the same close twice", false, |slot| {
+        vec![body(&[
+            Said::Closing(closing(slot, 3)),
+            Said::Closing(closing(slot, 3)),
+        ])]
+    });
+    breaks("more closes than credits", false, |slot| {
+        let many = |from: u32| (from..from + 500).map(move |number| (SlotId(slot.0.0 + number / 256), number as u8));
+        let say = |from| {
+            let said: Vec<Said> = many(from)
+                .map(|(id, close)| Said::Closing(closing((id, slot.1), close)))
+                .collect();
+            body(&said)
+        };
+        (0..10).map(|round| say(round * 500)).collect()
+    });
+    breaks("outside of the slot", false, |slot| {
+        let mut outside = closing(slot, 1);
+        outside.over_session = true;
+        outside.chunks = vec![(0, PartExtent::WHOLE, 65_000, 4096)];
+        vec![body(&[Said::Closing(outside)])]
+    });
+    breaks("too many chunks", false, |slot| {
+        let mut long = closing(slot, 1);
+        long.chunks = vec![(0, PartExtent::WHOLE, 0, 1); 65];
+        vec![body(&[Said::Closing(long)])]
+    });
+    breaks("a chunk of 4 GiB", false, |slot| {
+        let mut long = closing(slot, 1);
+        long.chunks = vec![(0, PartExtent::WHOLE, 0, u32::MAX)];
+        vec![body(&[Said::Closing(long)])]
+    });
+}
+
+#[test]
+fn it_stops_what_it_was_not_told_to_stop() {
+    breaks("revoked unasked", false, |slot| {
+        vec![body(&[Said::Revoked(slot.0, slot.1)])]
+    });
+}
+
+/// Things that are out of place, but harmless: late, unknown, or of another time.
+#[test]
+fn what_comes_late_is_ignored() {
+    let site = Site::open();
+    let pair = site.pair();
+    let (memory, target) = (pair.left.memory(&[65_536]), pair.right.memory(&[65_536]));
+    memory.fill(0, 1);
+    let old = LaneName { index: 0, epoch: 0 };
+    let far = LaneName { index: 3, epoch: 9 };
+    let nothing = (SlotId(4000), Generation(9));
+    for link in [&pair.left_link, &pair.right_link] {
+        for lane in [old, far] {
+            link.message(body(&[
+                Said::Ready(lane),
+                Said::Credits(lane, u32::MAX),
+                Said::LaneDown(lane, "an old one".into()),
+                Said::Reject(lane, "an old one".into()),
+            ]));
+            let mut close = closing(nothing, 1);
+            close.lane = lane;
+            link.message(body(&[Said::Closing(close)]));
+        }
+        link.message(body(&[
+            Said::Credits(LANE, u32::MAX),
+            Said::Credits(LANE, u32::MAX),
+            Said::Admit(nothing.0, nothing.1),
+            Said::Admitted(nothing.0, nothing.1),
+            Said::Refused(nothing.0, nothing.1),
+            Said::Revoke(nothing.0, nothing.1),
+            Said::Revoked(nothing.0, nothing.1),
+            Said::Arrived(nothing.0, nothing.1),
+            Said::UserMessage(nothing.0, nothing.1, vec![1; 10]),
+        ]));
+        let mut strange = hello();
+        strange.mtu_bytes = 0;
+        link.message(body(&[Said::Accept(strange)]));
+    }
+    let stream = range(0, 65_536);
+    pair.carry(&memory, &stream, &target, &stream);
+    assert_eq!(pair.left_log.lost().len() + pair.right_log.lost().len(), 0);
+}
+
+/// A dialer whose queue pair is nonsense: the rail fails, and the next one works.
+#[test]
+fn a_strange_dialer() {
+    let site = Site::open();
+    let (left, right) = site.nodes(1, |config| config.connect_timeout = Duration::from_millis(300));
+    let pair = Pair::new(left, right).up();
+    for change in [
+        (|hello: &mut Hello| hello.mtu_bytes = 777) as fn(&mut Hello),
+        |hello| hello.own_port = 9,
+        |hello| hello.gid = Some([9; 16]),
+        |hello| hello.queue_pair = 0,
+        |hello| hello.peer_port = 900,
+        |hello| hello.lane.index = 900,
+        |hello| hello.reads_served = 0,
+    ] {
+        let mut strange = hello();
+        strange.lane.epoch = 1000;
+        change(&mut strange);
+        pair.right_link.message(body(&[Said::Connect(strange)]));
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(pair.right_log.count(|event| matches!(event, LinkEvent::Closed)), 0);
+    pair.right_link.close();
+    pair.left_link.close();
+    pair.right_log.closed();
+    pair.left_log.closed();
+}
+
+/// Bytes without sense, many of them.
+#[test]
+fn noise() {
+    let site = Site::open();
+    let (left, right) = site.nodes(1, |_| {});
+    let pair = Pair::new(left, right).up();
+    for seed in 0..2000u64 {
+        let length = bytes_of(seed, 1)[0] as usize % 120;
+        let mut noise = bytes_of(seed + 1, length);
+        noise.insert(0, 1);
+        if seed % 3 == 0 && length > 1 {
+            noise[1] %= 14;
+        }
+        pair.right_link.message(noise.clone());
+        pair.left_link.message(noise);
+    }
+    pair.left_link.close();
+    pair.right_link.close();
+    pair.left_log.closed();
+    pair.right_log.closed();
+}

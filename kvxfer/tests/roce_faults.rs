@@ -1,0 +1,9 @@
+//! Death, stops and restarts of real processes, over RDMA.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
+
+#[path = "cases/faults.rs"]
+mod cases;
+mod common;
+
+/// What their bytes go over.
+const OVER: &str = "rdma";

@@ -1,0 +1,9 @@
+//! Offers and claims between endpoints of one process, over RDMA.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
+
+#[path = "cases/handover.rs"]
+mod cases;
+mod common;
+
+/// What their bytes go over.
+const OVER: &str = "rdma";

@@ -1,0 +1,9 @@
+//! Many hand-overs with random faults, over RDMA.
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
+
+#[path = "cases/soak.rs"]
+mod cases;
+mod common;
+
+/// What their bytes go over.
+const OVER: &str = "rdma";

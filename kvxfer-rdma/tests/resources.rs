@@ -81,7 +81,10 @@ fn idle_endpoints_sleep() {
     std::thread::sleep(Duration::from_secs(1));
     let after = engines();
     let (busy, took) = (after.0 - before.0, began.elapsed());
-    println!("two idle engines used {busy:?} in {took:?}, and woke up {} times", after.1 - before.1);
+    println!(
+        "two idle engines used {busy:?} in {took:?}, and woke up {} times",
+        after.1 - before.1
+    );
     assert!(busy < took * 2 / 1000, "0.2% of a core is {:?}", took * 2 / 1000);
     assert!(before.0 > Duration::ZERO, "no engine was found");
     assert!(after.1 - before.1 <= 8, "an idle engine wakes up");
@@ -121,7 +124,11 @@ fn queue_pairs_are_bounded() {
     let fabric = site.fabric.as_ref().unwrap();
     let alive = || fabric.counter("*", "qps_created") - fabric.counter("*", "qps_destroyed");
     let (left, right) = site.nodes(2, |_| {});
-    assert_eq!(alive(), 8, "a device that is in use has two, by which it flushes itself");
+    assert_eq!(
+        alive(),
+        8,
+        "a device that is in use has two, by which it flushes itself"
+    );
     let pair = Pair::new(left, right).up();
     let both = || pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2;
     for round in 0..12 {
@@ -166,16 +173,23 @@ fn taking_blocks_back_is_quick() {
         .collect();
     times.sort();
     let (median, most) = (times[20], times[39]);
-    println!("taken back within {median:?} (median), {most:?} (most); a round trip is {:?}", one_way * 2);
+    println!(
+        "taken back within {median:?} (median), {most:?} (most); a round trip is {:?}",
+        one_way * 2
+    );
     // The session of these tests takes no time: what is in flight, and a flush of the device.
     assert!(median < one_way * 2 * 3, "{median:?}");
 }
 
 fn two_rails_are_nearly_twice_as_fast() {
-    let site = Site::with(&[("*", "bandwidth_bytes_per_s", "20000000")]);
-    let bytes = 12 * MIB;
+    let site = Site::with(&[("*", "bandwidth_bytes_per_s", "50000000")]);
+    let bytes = 32 * MIB;
     let time = |rails: usize| {
-        let (left, right) = site.nodes(rails, |_| {});
+        // At this rate the usual window would be a tenth of a second: what is on one rail cannot go to the other.
+        let (left, right) = site.nodes(rails, |config| {
+            config.window_bytes_min = MIB;
+            config.window_bytes_max = 2 * MIB;
+        });
         let pair = Pair::new(left, right).up();
         until("all rails", || {
             pair.left_link.path().rails.len() == rails && pair.right_link.path().rails.len() == rails

@@ -207,17 +207,17 @@ fn fence_a_silent_writer(site: &Site, pair: &Pair, delay: Duration) {
 fn a_port_that_goes_down_and_comes_back() {
     let site = Site::open();
     let pair = site.pair_with(slow_to_give_up);
-    let count = site.choose(64, 16);
+    let (count, length) = (64, site.choose(64, 8) * KIB);
     let (memory, target) = (
-        pair.left.memory(&[count * 64 * KIB]),
-        pair.right.memory(&[count * 64 * KIB]),
+        pair.left.memory(&[count * length]),
+        pair.right.memory(&[count * length]),
     );
-    let (source, destination) = (scattered(count, 7, 64 * KIB), scattered(count, 5, 64 * KIB));
+    let (source, destination) = (scattered(count, 7, length), scattered(count, 5, length));
     for (device, read) in [(0, false), (1, false), (0, true), (1, true)] {
         rail_is_up(&pair);
         memory.fill(0, device as u64 + 1);
         target.fill(0, device as u64 + 7);
-        site.delay(ms(site.choose(30, 300)));
+        site.delay(ms(site.choose(30, 150)));
         let arrival = Arc::new(Arrival::default());
         let posted = pair.left.counter("rail_requests_total");
         let sent = if read {
@@ -706,7 +706,7 @@ fn a_source_taken_back_is_read_no_more() {
     let pair = site.pair();
     let (memory, target) = (pair.left.memory(&[4 * MIB]), pair.right.memory(&[4 * MIB]));
     let stream = scattered(64, 7, 64 * KIB);
-    for round in 0..site.choose(50, 10) {
+    for round in 0..site.choose(50, 5) {
         memory.paint(&stream, 1);
         target.paint(&stream, 0);
         site.delay(ms(5));

@@ -81,7 +81,10 @@ fn idle_endpoints_sleep() {
     std::thread::sleep(Duration::from_secs(1));
     let after = engines();
     let (busy, took) = (after.0 - before.0, began.elapsed());
-    println!("two idle engines used {busy:?} in {took:?}, and woke up {} times", after.1 - before.1);
+    println!(
+        "two idle engines used {busy:?} in {took:?}, and woke up {} times",
+        after.1 - before.1
+    );
     assert!(busy < took * 2 / 1000, "0.2% of a core is {:?}", took * 2 / 1000);
     assert!(before.0 > Duration::ZERO, "no engine was found");
     assert!(after.1 - before.1 <= 8, "an idle engine wakes up");
@@ -121,7 +124,11 @@ fn queue_pairs_are_bounded() {
     let fabric = site.fabric.as_ref().unwrap();
     let alive = || fabric.counter("*", "qps_created") - fabric.counter("*", "qps_destroyed");
     let (left, right) = site.nodes(2, |_| {});
-    assert_eq!(alive(), 8, "a device that is in use has two, by which it flushes itself");
+    assert_eq!(
+        alive(),
+        8,
+        "a device that is in use has two, by which it flushes itself"
+    );
     let pair = Pair::new(left, right).up();
     let both = || pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2;
     for round in 0..12 {
@@ -166,7 +173,10 @@ fn taking_blocks_back_is_quick() {
         .collect();
     times.sort();
     let (median, most) = (times[20], times[39]);
-    println!("taken back within {median:?} (median), {most:?} (most); a round trip is {:?}", one_way * 2);
+    println!(
+        "taken back within {median:?} (median), {most:?} (most); a round trip is {:?}",
+        one_way * 2
+    );
     // The session of these tests takes no time: what is in flight, and a flush of the device.
     assert!(median < one_way * 2 * 3, "{median:?}");
 }

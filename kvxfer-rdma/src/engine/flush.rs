@@ -125,7 +125,10 @@ impl Flusher {
         }) {
             let done = !running.failed && running.outstanding == 0 && running.points.is_empty();
             if !done && !std::mem::replace(&mut self.failing, true) {
-                tracing::error!(device = device.name, "the device could not be flushed: it is tried again");
+                tracing::error!(
+                    device = device.name,
+                    "the device could not be flushed: it is tried again"
+                );
             }
             self.failing = !done;
             if !done {

@@ -105,7 +105,11 @@ impl Lane {
         let mut refused = Vec::new();
         if let Some(mut pair) = self.pair.take() {
             for chunk in pair.chunks_left() {
-                if pair.refused_request.as_ref().is_some_and(|(number, _)| chunk.has_request(*number)) {
+                if pair
+                    .refused_request
+                    .as_ref()
+                    .is_some_and(|(number, _)| chunk.has_request(*number))
+                {
                     refused.push((chunk.transfer, chunk.direction, chunk.header));
                 }
                 quiet |= self.drop_chunk(chunk);

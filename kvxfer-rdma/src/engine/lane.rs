@@ -238,7 +238,7 @@ impl Lane {
                             })
                         });
                     }
-                    if (count as usize) < buffer.capacity() {
+                    if count < buffer.capacity() {
                         break;
                     }
                 }
@@ -328,16 +328,16 @@ impl Lane {
         match message {
             LinkMessage::Connect(hello) => self.connect_asked(turn, hello),
             LinkMessage::Accept(hello) => self.accepted(turn, hello),
-            LinkMessage::Reject { lane, why } => {
-                if lane == self.name() && matches!(self.stage, Stage::Connecting { .. } | Stage::Probing { .. }) {
-                    self.fail(
-                        RdmaError::Lost {
-                            place: self.text(),
-                            why: format!("the peer refused it: {why}"),
-                        }
-                        .into(),
-                    );
-                }
+            LinkMessage::Reject { lane, why }
+                if lane == self.name() && matches!(self.stage, Stage::Connecting { .. } | Stage::Probing { .. }) =>
+            {
+                self.fail(
+                    RdmaError::Lost {
+                        place: self.text(),
+                        why: format!("the peer refused it: {why}"),
+                    }
+                    .into(),
+                );
             }
             LinkMessage::Ready { lane } => self.peer_ready(turn, lane),
             LinkMessage::Credits { lane, count } => {
@@ -347,19 +347,17 @@ impl Lane {
                     pair.credits = pair.credits.saturating_add(count).min(crate::config::RECEIVE_DEPTH_MAX);
                 }
             }
-            LinkMessage::LaneDown { lane, why } => {
-                if lane == self.name() && self.pair.is_some() {
-                    self.fail(
-                        RdmaError::Lost {
-                            place: self.text(),
-                            why: format!("the peer lost it: {why}"),
-                        }
-                        .into(),
-                    );
-                }
+            LinkMessage::LaneDown { lane, why } if lane == self.name() && self.pair.is_some() => {
+                self.fail(
+                    RdmaError::Lost {
+                        place: self.text(),
+                        why: format!("the peer lost it: {why}"),
+                    }
+                    .into(),
+                );
             }
             LinkMessage::Closing(closing) => self.closing_told(turn, closing),
-            // The others are not a rail's.
+            // Late ones, and those that are not a rail's.
             _ => {}
         }
     }

@@ -10,6 +10,7 @@ mod receive;
 mod work;
 
 use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -206,15 +207,16 @@ impl Engine {
         let shared = &link.rails[usize::from(rail)];
         shared.kicked.store(false, Ordering::SeqCst);
         let key = (link.id, rail);
-        if !self.lanes.contains_key(&key) {
-            let Some(place) = shared.place.get().copied().filter(|_| !link.detached(rail)) else {
-                return;
-            };
-            self.lanes.insert(key, Lane::new(link.clone(), rail, place));
-        }
-        if let Some(lane) = self.lanes.get_mut(&key) {
-            lane.kicked = true;
-        }
+        let lane = match self.lanes.entry(key) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let Some(place) = shared.place.get().copied().filter(|_| !link.detached(rail)) else {
+                    return;
+                };
+                entry.insert(Lane::new(link.clone(), rail, place))
+            }
+        };
+        lane.kicked = true;
     }
 
     /// Handles what has completed.

@@ -538,9 +538,14 @@ impl LinkCore {
                 return Ok(());
             }
             LinkMessage::Revoke(slot) => {
-                self.outbound.revoke(*slot);
-                self.refuse_waiting(*slot);
-                self.sender.lock().slot_refused(slot.slot, slot.generation);
+                let waiting = {
+                    // Together: a transfer is either refused here, or sees that the slot is being revoked.
+                    let mut sender = self.sender.lock();
+                    self.outbound.revoke(*slot);
+                    sender.slot_refused(slot.slot, slot.generation);
+                    self.outbound.refused(*slot)
+                };
+                self.refuse(waiting);
                 self.confirm_revocations();
                 self.kick_all();
                 return Ok(());
@@ -633,38 +638,39 @@ impl LinkCore {
 
     /// The receiver has admitted the slot: what waited for that begins.
     fn begin_admitted(self: &Arc<Self>, slot: SlotUse) -> Result<()> {
-        let waiting = self
-            .outbound
-            .admitted(slot)
-            .map_err(|why| Error::from(RdmaError::peer(self, why)))?;
-        for Wish { spec, parts } in waiting {
-            self.start(spec, parts);
+        let mut refused = Vec::new();
+        {
+            // Together: a part that is added meanwhile finds the transfer either waiting or with the sender.
+            let mut sender = self.sender.lock();
+            let waiting = self.outbound.admitted(slot);
+            for wish in waiting.map_err(|why| Error::from(RdmaError::peer(self, why)))? {
+                let Wish { spec, parts } = wish;
+                let id = spec.id;
+                match sender.submit(spec) {
+                    Ok(()) => parts.into_iter().for_each(|part| sender.add_part(id, part)),
+                    Err(error) => {
+                        // It was let in when it was submitted; only a defect can refuse it now.
+                        tracing::error!(%error, transfer = id.0, "an admitted transfer was refused");
+                        refused.push(id);
+                    }
+                }
+            }
+        }
+        for id in refused {
+            self.outbound.forget(id);
+            self.emit(LinkEvent::Send(SendEvent::Refused(id)));
         }
         self.kick_those_with_work();
         Ok(())
     }
 
-    fn start(&self, spec: SendSpec, parts: Vec<SendPart>) {
-        let id = spec.id;
-        let mut sender = self.sender.lock();
-        match sender.submit(spec) {
-            Ok(()) => parts.into_iter().for_each(|part| sender.add_part(id, part)),
-            Err(error) => {
-                drop(sender);
-                // It was let in when it was submitted; only a defect can refuse it now.
-                tracing::error!(%error, transfer = id.0, "an admitted transfer was refused");
-                self.emit(LinkEvent::Send(SendEvent::Refused(id)));
-            }
-        }
-    }
-
     fn refuse_slot(&self, slot: SlotUse) {
-        self.refuse_waiting(slot);
+        self.refuse(self.outbound.refused(slot));
         self.outbound.slot_ended(slot);
     }
 
-    fn refuse_waiting(&self, slot: SlotUse) {
-        for wish in self.outbound.refused(slot) {
+    fn refuse(&self, wishes: Vec<Wish>) {
+        for wish in wishes {
             self.outbound.forget(wish.spec.id);
             self.emit(LinkEvent::Send(SendEvent::Refused(wish.spec.id)));
         }
@@ -747,15 +753,18 @@ impl Link for RdmaLink {
         };
         let keys = core.outbound.resolve(remote, &spec.regions, &core.transport.registry)?;
         let id = spec.id;
+        // The sender's lock comes first, always: whoever moves a transfer from one to the other holds both.
+        let mut sender = core.sender.lock();
         match core.outbound.submit(spec, keys, limit)? {
             // A read goes into a slot of this side; a slot that is admitted needs no question.
             crate::outbound::Entry::Now(spec) => {
-                if let Err(error) = core.sender.lock().submit(*spec) {
+                if let Err(error) = sender.submit(*spec) {
                     core.outbound.forget(id);
                     return Err(error);
                 }
             }
             crate::outbound::Entry::Ask(slot) => {
+                drop(sender);
                 core.tell(LinkMessage::Admit(slot));
                 core.flush();
             }
@@ -769,16 +778,21 @@ impl Link for RdmaLink {
         if core.closing() {
             return;
         }
+        let mut sender = core.sender.lock();
         if let Some(part) = core.outbound.add_part(id, part) {
-            core.sender.lock().add_part(id, part);
+            sender.add_part(id, part);
+            drop(sender);
             core.kick_those_with_work();
         }
     }
 
     fn stop(&self, id: TransferId) {
         let core = &self.core;
-        core.outbound.withdraw(id);
-        core.sender.lock().stop(id);
+        {
+            let mut sender = core.sender.lock();
+            core.outbound.withdraw(id);
+            sender.stop(id);
+        }
         // An engine reports: the caller may hold what a report would take.
         core.kick_all();
         core.engine(0).push(Task::Report(core.clone()));
@@ -786,8 +800,11 @@ impl Link for RdmaLink {
 
     fn forget(&self, id: TransferId) {
         let core = &self.core;
-        core.outbound.forget(id);
-        core.sender.lock().forget(id);
+        {
+            let mut sender = core.sender.lock();
+            core.outbound.forget(id);
+            sender.forget(id);
+        }
         core.kick_those_with_work();
     }
 

@@ -325,6 +325,39 @@ mod tests {
         }
     }
 
+    proptest::proptest! {
+        /// Whatever comes is refused or understood; what is understood would have been said with the same meaning.
+        #[test]
+        fn any_bytes_are_parsed_or_refused(
+            mut bytes in proptest::collection::vec(proptest::prelude::any::<u8>(), 0..300),
+            versioned in proptest::prelude::any::<bool>(),
+        ) {
+            if versioned && !bytes.is_empty() {
+                bytes[0] = VERSION;
+            }
+            if let Ok(messages) = parse(&bytes) {
+                let mut outbox = Outbox::default();
+                messages.iter().cloned().for_each(|message| outbox.push(message));
+                let again: Vec<_> = outbox.bodies().iter().flat_map(|body| parse(body).unwrap()).collect();
+                proptest::prop_assert_eq!(again, messages);
+            }
+        }
+
+        /// A byte of a good body changed: still no panic, and never more than was sent.
+        #[test]
+        fn changed_bodies_are_parsed_or_refused(chunks in 0usize..CLOSE_CHUNKS_MAX, at in 1usize..5000, byte: u8) {
+            let mut outbox = Outbox::default();
+            outbox.push(closing(chunks));
+            outbox.push(LinkMessage::LaneDown { lane: LaneName { index: 1, epoch: 7 }, why: "why".into() });
+            let mut body = outbox.bodies().remove(0);
+            let at = at % body.len();
+            body[at] = byte;
+            if let Ok(messages) = parse(&body) {
+                proptest::prop_assert!(messages.len() <= body.len());
+            }
+        }
+    }
+
     #[test]
     fn immediates_tell_closes_apart() {
         assert_eq!(slot(0xabcd, 0x1ef).immediate(0x23), 0xabcd_ef23);

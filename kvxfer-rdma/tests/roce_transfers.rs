@@ -513,3 +513,19 @@ fn a_link_is_named_and_ends() {
         );
     }
 }
+
+/// A slot is admitted while parts are being added: none is lost between waiting and being sent.
+#[test]
+fn parts_added_while_the_slot_is_admitted() {
+    let site = Site::open();
+    let pair = site.pair();
+    let length = 4 * KIB;
+    let (memory, target) = (pair.left.memory(&[length]), pair.right.memory(&[length]));
+    let stream = range(0, length);
+    for round in 0..site.choose(3000u64, 300) {
+        memory.fill(0, round);
+        pair.carry(&memory, &stream, &target, &stream);
+        pair.left_log.clear();
+        pair.right_log.clear();
+    }
+}

@@ -33,10 +33,11 @@ impl Pair {
                     status: completion.status,
                     vendor: completion.vendor_error,
                 };
-                self.failure.get_or_insert_with(|| error.into());
+                let error: kvxfer_core::Error = error.into();
                 if completion.status.class() == ErrorClass::RemoteAccess && completion.wr_id & RECEIVE == 0 {
-                    self.refused_request.get_or_insert(completion.wr_id);
+                    self.refused_request.get_or_insert((completion.wr_id, error.clone()));
                 }
+                self.failure.get_or_insert(error);
             } else {
                 let error = RdmaError::Lost {
                     place: place(),

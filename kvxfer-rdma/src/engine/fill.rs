@@ -1,6 +1,7 @@
 //! Posting: chunks become work requests, as many as the queue pair and the window take, with one doorbell per batch.
 
 use kvxfer_core::flow::{Chunk, ChunkState, Direction, Payload, Placement};
+use kvxfer_core::memory::Segment;
 use kvxfer_core::mutants::{self, Mutant};
 
 use crate::checksum;
@@ -17,6 +18,39 @@ use super::work::{Current, Marker, OpenClose, SentChunk, Side, StandsFor};
 const REQUEST_BYTES_MAX: u64 = 1 << 20;
 /// Turns of posting in a row before the engine looks at other lanes and at completions.
 const ROUNDS_MAX: usize = 64;
+
+/// The part of a registration from where it was last looked up to its end.
+#[derive(Default)]
+struct Registration {
+    region: u32,
+    start: u64,
+    end: u64,
+    /// Of `start`.
+    address: u64,
+    key: u32,
+}
+
+impl Registration {
+    fn new(segment: &Segment, address: u64, key: u32, bytes: u64) -> Registration {
+        Registration {
+            region: segment.region,
+            start: segment.offset,
+            end: segment.offset + bytes,
+            address,
+            key,
+        }
+    }
+
+    #[inline]
+    fn covers(&self, region: u32, offset: u64) -> bool {
+        region == self.region && (self.start..self.end).contains(&offset)
+    }
+
+    #[inline]
+    fn address(&self, offset: u64) -> u64 {
+        self.address + (offset - self.start)
+    }
+}
 
 /// How far a chunk could be posted.
 enum Step {
@@ -193,6 +227,8 @@ impl Lane {
         };
         let total = current.sent.header.length;
         let mut room = pair.room - reserve;
+        // Pieces in a row are mostly in the same registrations: looking them up is most of what a piece costs.
+        let (mut near, mut far) = (Registration::default(), Registration::default());
         while current.posted < total {
             if room <= 0 || turn.batch.is_full() || turn.batch.segments_left() < segments_max {
                 return Step::Full;
@@ -200,31 +236,34 @@ impl Lane {
             let Some(remote) = current.remote.peek() else {
                 return Step::GivenUp;
             };
-            let Some(place) = current
-                .sent
-                .keys
-                .remote
-                .locate(remote.region, remote.offset, 1, remote_device)
-            else {
-                return Step::GivenUp;
-            };
+            if !far.covers(remote.region, remote.offset) {
+                let keys = &current.sent.keys.remote;
+                let Some(place) = keys.locate(remote.region, remote.offset, 1, remote_device) else {
+                    return Step::GivenUp;
+                };
+                far = Registration::new(&remote, place.address, place.rkey, place.until_edge);
+            }
             let wanted = remote
                 .length
-                .min(place.until_edge)
+                .min(far.end - remote.offset)
                 .min(REQUEST_BYTES_MAX)
                 .min(device.message_bytes_max);
             turn.scratch.gathered.clear();
             let mut gathered = 0;
             while gathered < wanted && turn.scratch.gathered.len() < segments_max {
                 let Some(local) = current.local.peek() else { break };
-                let Some(key) = current.sent.keys.local[local.region as usize].local(device.index, local.offset) else {
-                    return Step::GivenUp;
-                };
-                let length = local.length.min(key.until_edge).min(wanted - gathered);
+                if !near.covers(local.region, local.offset) {
+                    let keys = &current.sent.keys.local[local.region as usize];
+                    let Some(place) = keys.local(device.index, local.offset) else {
+                        return Step::GivenUp;
+                    };
+                    near = Registration::new(&local, place.address, place.lkey, place.until_edge);
+                }
+                let length = local.length.min(near.end - local.offset).min(wanted - gathered);
                 turn.scratch.gathered.push(Sge {
-                    address: key.address,
+                    address: near.address(local.offset),
                     length: length as u32,
-                    lkey: key.lkey,
+                    lkey: near.key,
                 });
                 current.local.take(length);
                 gathered += length;
@@ -238,8 +277,8 @@ impl Lane {
             let request = Request {
                 wr_id: pair.next,
                 operation,
-                remote_address: place.address,
-                rkey: place.rkey,
+                remote_address: far.address(remote.offset),
+                rkey: far.key,
                 signalled: last_of_read,
                 fence: false,
             };

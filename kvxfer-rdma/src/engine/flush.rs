@@ -30,6 +30,8 @@ pub(super) struct Flusher {
     running: Option<Running>,
     answers: HashMap<Asker, bool>,
     limit: Duration,
+    // The last flush failed, which was said.
+    failing: bool,
 }
 
 struct Loop {
@@ -59,6 +61,7 @@ impl Flusher {
             running: None,
             answers: HashMap::new(),
             limit,
+            failing: false,
         })
     }
 
@@ -121,8 +124,14 @@ impl Flusher {
             running.failed || running.limit <= now || (running.outstanding == 0 && running.points.is_empty())
         }) {
             let done = !running.failed && running.outstanding == 0 && running.points.is_empty();
+            if !done && !std::mem::replace(&mut self.failing, true) {
+                tracing::error!(
+                    device = device.name,
+                    "the device could not be flushed: it is tried again"
+                );
+            }
+            self.failing = !done;
             if !done {
-                tracing::error!(device = device.name, "the device could not be flushed");
                 // Its queue pair may be in the error state: the next flush makes a new one.
                 self.pair = None;
             }
@@ -160,7 +169,7 @@ impl Flusher {
         if self.pair.is_none() {
             match Loop::new(device, channel) {
                 Ok(pair) => self.pair = Some(pair),
-                Err(error) => tracing::error!(device = device.name, %error, "no loopback queue pair"),
+                Err(error) => tracing::debug!(device = device.name, %error, "no loopback queue pair"),
             }
         }
     }

@@ -107,7 +107,7 @@ pub(super) struct Pair {
     /// Completed with an error, to be acted on in the lane's turn.
     pub(super) failure: Option<Error>,
     /// The work request that the peer did not let have its memory.
-    pub(super) refused_request: Option<u64>,
+    pub(super) refused_request: Option<(u64, Error)>,
     /// Immediates that came, to be handled in the lane's turn.
     pub(super) immediates: Vec<u32>,
     /// Markers that completed, to be handled in the lane's turn.

@@ -105,14 +105,18 @@ impl Lane {
         let mut refused = Vec::new();
         if let Some(mut pair) = self.pair.take() {
             for chunk in pair.chunks_left() {
-                if pair.refused_request.is_some_and(|number| chunk.has_request(number)) {
+                if pair
+                    .refused_request
+                    .as_ref()
+                    .is_some_and(|(number, _)| chunk.has_request(*number))
+                {
                     refused.push((chunk.transfer, chunk.direction, chunk.header));
                 }
                 quiet |= self.drop_chunk(chunk);
             }
-            if pair.refused_request.is_some() {
+            if let Some((_, refusal)) = pair.refused_request.take() {
                 // The better reason, also if the peer was quicker to say that it lost the rail.
-                error = pair.failure.take().unwrap_or(error);
+                error = refusal;
             }
             self.keep_received(std::mem::take(&mut pair.received));
         }

@@ -405,6 +405,8 @@ impl Engine {
                 }
             }
             AsyncEventKind::PortDown(port) => {
+                // So that no rail is tried over it before it is back.
+                device.refresh(port);
                 for lane in self.lanes.values_mut().filter(|lane| lane.port(device) == Some(port)) {
                     lane.fail(lost(&format!("port {port} went down")));
                 }

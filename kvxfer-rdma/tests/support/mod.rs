@@ -177,7 +177,8 @@ impl Log {
         self.events.lock().iter().filter(|event| fits(event)).count()
     }
 
-    fn tail(&self) -> Vec<String> {
+    /// The last of what was reported.
+    pub fn tail(&self) -> Vec<String> {
         let events = self.events.lock();
         let seen = events.iter().filter(|event| !matches!(event, LinkEvent::Message(_)));
         let all: Vec<_> = seen.map(|event| format!("{event:?}")).collect();

@@ -54,6 +54,12 @@ pub fn endpoint(name: &str) -> Endpoint {
 
 /// Those who give are on one side, those who take on the other, unless the settings say where.
 pub fn endpoint_with(name: &str, mut config: Config) -> Endpoint {
+    // Logs to the test's output as RUST_LOG says.
+    let filter = tracing_subscriber::EnvFilter::from_default_env();
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_test_writer()
+        .try_init();
     if crate::OVER == "rdma" && config.devices.is_empty() {
         let takes = ["decode", "receiver", "reader", "b"]
             .iter()

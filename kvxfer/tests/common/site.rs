@@ -12,6 +12,9 @@ use kvxfer_fake_verbs::FakeFabric;
 /// Tells a child process which library its parent uses.
 const LIBRARY: &str = "KVXTEST_LIBRARY";
 
+/// Names the defect on purpose that the endpoints of this process have, in a build with the feature `mutants`.
+pub const MUTANT: &str = "KVXTEST_MUTANT";
+
 pub struct Site {
     /// The fakes, if they are, in the process that made them.
     pub fabric: Option<FakeFabric>,
@@ -43,6 +46,18 @@ pub fn site_with(settings: &[(&str, &str, &str)]) -> Rc<Site> {
 
 impl Site {
     fn open(settings: &[(&str, &str, &str)]) -> Site {
+        #[cfg(feature = "mutants")]
+        {
+            use kvxfer_core::mutants::{self, Mutant};
+            let named = std::env::var(MUTANT).unwrap_or_default();
+            // In this thread, and in the engines of the endpoints that are made in it.
+            mutants::set(
+                [Mutant::ALL, Mutant::RDMA]
+                    .concat()
+                    .into_iter()
+                    .find(|mutant| mutant.name() == named),
+            );
+        }
         if let Ok(devices) = std::env::var("KVXFER_TEST_DEVICES") {
             return Site {
                 fabric: None,

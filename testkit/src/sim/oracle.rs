@@ -620,15 +620,18 @@ impl World {
                 continue;
             }
             let ahead = waiting.others.entry(id).or_default();
-            *ahead += 1;
-            if *ahead > CHUNKS_AHEAD_MAX * waiting.chunks && self.links[link].sender.lane_load(lane).chunks > 0 {
+            // By bytes: a turn is a chunk's worth, which may be several small parts.
+            *ahead += chunk.header.length.clamp(1, self.profile.chunk_bytes_max);
+            if *ahead > CHUNKS_AHEAD_MAX * waiting.chunks * self.profile.chunk_bytes_max
+                && self.links[link].sender.lane_load(lane).chunks > 0
+            {
                 starved = Some((*other, *ahead));
             }
         }
         if let Some((other, ahead)) = starved {
             self.fail(
                 "10 fair",
-                format!("transfer {other:?} waits while {id:?} has sent {ahead} chunks"),
+                format!("transfer {other:?} waits while {id:?} has sent {ahead} bytes"),
             );
         }
     }

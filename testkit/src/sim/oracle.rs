@@ -23,7 +23,7 @@ pub type Promise = &'static str;
 /// A dead peer is reported within this.
 const DEATH_REPORTED: Duration = Duration::from_secs(3);
 /// Chunks of another transfer of a link that a transfer may have to wait for, per chunk's worth of its own.
-const CHUNKS_AHEAD_MAX: u32 = 3;
+const CHUNKS_AHEAD_MAX: u32 = 4;
 
 /// What the oracles remember.
 #[derive(Default)]

@@ -116,6 +116,10 @@ pub(crate) struct MeasureArgs {
     /// Bytes of the pool on each side, in touched 4 KiB pages.
     #[arg(long, value_parser = size, default_value = "1GiB")]
     pub(crate) pool_bytes: u64,
+    /// Put so few bytes of memory behind each pool, again and again: perftest has one message of it, which stays in the
+    /// cache. Nothing is checked then.
+    #[arg(long, value_parser = size, conflicts_with_all = ["verify"])]
+    pub(crate) window_bytes: Option<u64>,
     /// Timed repetitions [default: the workload's; 9 against ib].
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..))]
     pub(crate) reps: Option<u32>,

@@ -274,7 +274,7 @@ impl Bench {
         let mover = outcome.mover;
         let selections = self.side.selections()?;
         let work = &selections.work;
-        if mover.flow() == Flow::Out {
+        if mover.flow() == Flow::Out && self.side.is_distinct {
             stamps::stamp(self.side.memory(Flow::Out)?, work, epoch);
         }
         let (ours, theirs) = match mover {

@@ -57,7 +57,10 @@ pub(crate) struct Row {
 pub(crate) fn local(arguments: &MeasureArgs) -> Result<bool> {
     let works = arguments.works()?;
     let movers = movers(arguments, &works)?;
-    let setup = measure::local(arguments.pool_bytes, arguments.ways()?, &movers);
+    let setup = Setup {
+        window_bytes: arguments.window_bytes,
+        ..measure::local(arguments.pool_bytes, arguments.ways()?, &movers)
+    };
     let bench = Bench::with_child(&setup)?;
     all(bench, &works, &movers, arguments)
 }
@@ -71,6 +74,7 @@ pub(crate) fn connect(arguments: &ConnectArgs) -> Result<bool> {
     let setup = Setup {
         listen: arguments.address.ip(),
         insecure: arguments.insecure_network,
+        window_bytes: arguments.measure.window_bytes,
         ..measure::local(arguments.measure.pool_bytes, arguments.measure.ways()?, &movers)
     };
     let bench = Bench::start(Other::Remote(channel), &setup)?;

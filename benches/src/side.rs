@@ -213,6 +213,8 @@ pub(crate) struct Side {
     pub(crate) build: BuildCost,
     memories: HashMap<Flow, Arc<Memory>>,
     pools: HashMap<Flow, Pool>,
+    /// Whether each byte of a pool has a place of its own, so that stamps can be told apart.
+    pub(crate) is_distinct: bool,
     pub(crate) work: Option<Arc<Selections>>,
 }
 
@@ -248,6 +250,7 @@ impl Side {
             },
             memories,
             pools: HashMap::new(),
+            is_distinct: setup.window_bytes.is_none(),
             work: None,
         })
     }
@@ -501,7 +504,7 @@ impl Target {
     fn prepare(&mut self, mover: Mover, epoch: u64) -> Result<Option<Grant>> {
         let side = self.side.as_ref().ok_or_else(|| out_of_order("an endpoint"))?;
         let selections = side.selections()?;
-        if mover.flow() == Flow::In {
+        if mover.flow() == Flow::In && side.is_distinct {
             stamps::stamp(side.memory(Flow::In)?, &selections.work, epoch);
         }
         let handle = match mover {
@@ -524,7 +527,7 @@ impl Target {
         let resident_peak = usage::resident_peak_bytes()?;
         let side = self.side.as_ref().ok_or_else(|| out_of_order("an endpoint"))?;
         let (mut arrived, mut late) = (true, false);
-        if mover.flow() == Flow::Out {
+        if mover.flow() == Flow::Out && side.is_distinct {
             let selections = side.selections()?;
             let memory = side.memory(Flow::Out)?;
             (arrived, late) = stamps_in_time(memory, &selections.work, epoch);

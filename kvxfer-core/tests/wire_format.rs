@@ -276,6 +276,7 @@ fn caps_are_refused_on_both_sides() {
 }
 
 /// Refused when it is written, and when somebody who does not check has written it.
+#[allow(clippy::unwrap_used)] // A helper of tests is a test.
 fn refused_on_both_sides(message: Message, why: &str) {
     let frame = Frame::Message {
         sequence: 1,

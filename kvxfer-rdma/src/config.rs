@@ -100,7 +100,7 @@ impl Default for RdmaConfig {
             rnr_retry: 6,
             queue_depth: 1024,
             receive_depth: 64,
-            window_bytes_min: 4 << 20,
+            window_bytes_min: 8 << 20,
             window_bytes_max: 64 << 20,
             window_chunks_max: 1024,
             transfers_active_max: 64,

@@ -18,12 +18,27 @@ const OVER: &str = "rdma";
 
 /// Which test must fail under which mutant.
 const CAUGHT: &[(Mutant, &str)] = &[
-    (Mutant::RevokedEarly, "reuse::claims_are_aborted_and_their_blocks_reused"),
-    (Mutant::RevokedEarly, "reuse::grants_are_cancelled_and_their_blocks_reused"),
+    (
+        Mutant::RevokedEarly,
+        "reuse::claims_are_aborted_and_their_blocks_reused",
+    ),
+    (
+        Mutant::RevokedEarly,
+        "reuse::grants_are_cancelled_and_their_blocks_reused",
+    ),
     (Mutant::SkipFlush, "reuse::claims_are_aborted_and_their_blocks_reused"),
-    (Mutant::ForgetRevoke, "reuse::grants_are_cancelled_and_their_blocks_reused"),
-    (Mutant::ReadWithoutGate, "reuse::pulls_are_aborted_and_their_blocks_reused"),
-    (Mutant::ResetInsteadOfError, "rails::a_rail_that_goes_down_is_left_and_rejoins"),
+    (
+        Mutant::ForgetRevoke,
+        "reuse::grants_are_cancelled_and_their_blocks_reused",
+    ),
+    (
+        Mutant::ReadWithoutGate,
+        "reuse::pulls_are_aborted_and_their_blocks_reused",
+    ),
+    (
+        Mutant::ResetInsteadOfError,
+        "rails::a_rail_that_goes_down_is_left_and_rejoins",
+    ),
 ];
 
 /// Runs one test of this binary in a process of its own. Whether it passes.
@@ -49,7 +64,11 @@ fn each_is_caught() {
     let mut escaped = Vec::new();
     for (mutant, test) in CAUGHT {
         let caught = !passes(test, Some(*mutant));
-        println!("{}: {test}: {}", mutant.name(), if caught { "caught" } else { "not caught" });
+        println!(
+            "{}: {test}: {}",
+            mutant.name(),
+            if caught { "caught" } else { "not caught" }
+        );
         if !caught {
             escaped.push((mutant.name(), test));
         }

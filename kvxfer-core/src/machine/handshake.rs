@@ -322,6 +322,18 @@ impl Machine {
     }
 
     fn accept_hello(&mut self, now: Time, id: ConnectionId, hello: Box<Hello>) {
+        // Whoever dials again has given up what it dialed before. What is still under way of that must not begin a
+        // session behind the back of this one, which is offered from what is known now.
+        let given_up = |(other, connection): (&ConnectionId, &Connection)| {
+            let same = *other != id
+                && connection.purpose == Purpose::Accepted
+                && connection.stage == Stage::Ready
+                && connection.peer == Some(hello.incarnation);
+            same.then_some(*other)
+        };
+        for other in self.connections.iter().filter_map(given_up).collect::<Vec<_>>() {
+            self.drop_connection(other);
+        }
         let known = self
             .peers
             .get(&hello.incarnation)

@@ -977,7 +977,7 @@ impl Node {
                 POOL,
                 PoolSetup {
                     layout: layout.clone(),
-                    regions: regions,
+                    regions,
                     serves: true,
                     receives: true,
                     keys: vec![(DIRECT.to_string(), vec![index as u8])],

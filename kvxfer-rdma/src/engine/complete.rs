@@ -10,7 +10,7 @@ use crate::message::LinkMessage;
 use crate::verbs::{Completion, ErrorClass};
 
 use super::Turn;
-use super::lane::{Lane, Pair, Stage};
+use super::lane::{Lane, Pair};
 use super::work::{Marker, SentChunk, StandsFor};
 
 /// Work request ids of receives have this bit; those of sends are their numbers on the queue pair.
@@ -151,8 +151,5 @@ impl Lane {
         link.sender
             .lock()
             .completed(self.name(), chunk.transfer, name, state, turn.now);
-        if matches!(self.stage, Stage::Up) {
-            self.kicked = true;
-        }
     }
 }

@@ -65,9 +65,14 @@ enum Step {
 impl Lane {
     /// Posts what the windows and the queue take, and closes what was posted.
     pub(super) fn fill(&mut self, turn: &mut Turn<'_>) {
+        if self.pair.as_ref().is_none_or(|pair| pair.current.is_none()) && !self.half_empty() {
+            return;
+        }
+        let mut more = true;
         for _ in 0..ROUNDS_MAX {
             let Some(pair) = self.pair.as_mut() else { return };
             if pair.current.is_none() && !self.next_chunk(turn) {
+                more = false;
                 break;
             }
             let Some(pair) = self.pair.as_mut() else { return };
@@ -88,6 +93,8 @@ impl Lane {
                         return;
                     }
                     if had == 0 || room <= reserve {
+                        // Completions make room, and a turn.
+                        more = false;
                         break;
                     }
                 }
@@ -95,16 +102,14 @@ impl Lane {
         }
         self.close_open(turn);
         self.post(turn);
-        // Turns of posting were used up: there may be more.
-        let sender = self.link.sender.lock();
-        if self
-            .pair
-            .as_ref()
-            .is_some_and(|pair| pair.room > pair.open.len() as i64 + 2)
-            && sender.has_work(self.rail)
-        {
-            self.kicked = true;
-        }
+        self.kicked |= more;
+    }
+
+    /// Whether it is worth posting. What is posted together is closed together, and each close costs both sides a
+    /// message and the peer a completion: so the window is filled up when half of it is empty, not chunk by chunk.
+    fn half_empty(&self) -> bool {
+        let load = self.link.sender.lock().lane_load(self.rail);
+        load.bytes * 2 <= load.window_bytes
     }
 
     fn room(&self) -> i64 {

@@ -131,6 +131,8 @@ pub(crate) struct Engine {
     completions: CompletionBuffer,
     batch: SendBatch,
     scratch: Scratch,
+    // The time of this round.
+    now: Time,
     // The device is gone for good.
     dead: Option<Error>,
 }
@@ -154,6 +156,7 @@ impl Engine {
             completions: CompletionBuffer::new(COMPLETIONS_MAX),
             batch: SendBatch::new((depth + QUEUE_SLACK) as usize, (depth * segments.min(8)) as usize),
             scratch: Scratch::new(segments as usize),
+            now: clock::now(),
             dead: None,
             shared,
             transport,
@@ -165,6 +168,8 @@ impl Engine {
         #[cfg(feature = "mutants")]
         mutants::set(mutant);
         while !self.shared.stopping.load(Ordering::SeqCst) {
+            // Once per round: there are machines where asking is a system call.
+            self.now = clock::now();
             let mut busy = self.take_tasks();
             busy |= self.poll_lanes();
             busy |= self.take_turns();
@@ -222,7 +227,7 @@ impl Engine {
     /// Handles what has completed.
     fn poll_lanes(&mut self) -> bool {
         let mut any = false;
-        let now = clock::now();
+        let now = self.now;
         for lane in self.lanes.values_mut() {
             any |= lane.poll(&mut self.completions, now);
         }
@@ -232,7 +237,7 @@ impl Engine {
     /// Gives each lane that has something to do its turn.
     fn take_turns(&mut self) -> bool {
         let mut any = false;
-        let now = clock::now();
+        let now = self.now;
         let mut turn = Turn {
             device: &self.shared.device,
             channel: &self.channel,
@@ -310,10 +315,11 @@ impl Engine {
     fn spin(&mut self, spin: Duration) -> bool {
         let end = clock::now() + spin;
         loop {
+            self.now = clock::now();
             if self.poll_lanes() || !self.shared.tasks.is_empty() || self.shared.stopping.load(Ordering::SeqCst) {
                 return true;
             }
-            if clock::now() >= end {
+            if self.now >= end {
                 return false;
             }
             std::hint::spin_loop();
@@ -365,7 +371,7 @@ impl Engine {
 
     /// When to look again whatever happens.
     fn timeout(&self) -> Option<Duration> {
-        let now = clock::now();
+        let now = self.now;
         let mut next: Option<Time> = self.flusher.due();
         let mut sooner = |time: Time| next = Some(next.map_or(time, |next| next.min(time)));
         for lane in self.lanes.values() {

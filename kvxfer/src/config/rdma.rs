@@ -76,7 +76,7 @@ impl Default for Rdma {
             rnr_retry: 6,
             queue_depth: 1024,
             receive_depth: 64,
-            window_bytes_min: 4 << 20,
+            window_bytes_min: 8 << 20,
             window_bytes_max: 64 << 20,
             progress_ms: 1_000,
             revoke_ms: 400,

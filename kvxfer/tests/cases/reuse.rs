@@ -4,7 +4,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::*;
-use kvxfer::{ClaimOptions, ErrorKind, GrantOptions, OfferOptions, Pool, PoolLayout, PullOptions, PushOptions, Role, Selection};
+use kvxfer::{
+    ClaimOptions, ErrorKind, GrantOptions, OfferOptions, Pool, PoolLayout, PullOptions, PushOptions, Role, Selection,
+};
 
 const BLOCK_BYTES: u32 = 64 << 10;
 /// Blocks of a request.
@@ -36,7 +38,12 @@ fn assert_marked(pool: &Pool, blocks: &Selection, mark: u8, when: &str) {
     for &block in &blocks.groups[0].blocks {
         pool.copy_out(0, block, 0, &mut bytes).unwrap();
         let wrong = bytes.iter().position(|&byte| byte != mark);
-        assert_eq!(wrong, None, "{when}: block {block} holds {:#x}", bytes[wrong.unwrap_or(0)]);
+        assert_eq!(
+            wrong,
+            None,
+            "{when}: block {block} holds {:#x}",
+            bytes[wrong.unwrap_or(0)]
+        );
     }
 }
 
@@ -102,7 +109,10 @@ fn aborted_and_reused(way: Way) {
         drop(stop);
         let loads: u32 = loader.join().unwrap();
         println!("{rounds} rounds: {aborted} aborted, {outstanding} with bytes under way, {loads} pushes against them");
-        assert!(outstanding > rounds / 10, "only {outstanding} of {rounds} had bytes under way");
+        assert!(
+            outstanding > rounds / 10,
+            "only {outstanding} of {rounds} had bytes under way"
+        );
         assert!(loads > 10);
     });
     if let Some(fabric) = &site.fabric {
@@ -148,7 +158,10 @@ fn abort_all(way: Way, rounds: u32, prefill: &Side, decode: &Side) -> (u32, u32)
                     pull: way == Way::ClaimPull,
                     ..ClaimOptions::default()
                 };
-                let made = prefill.endpoint.offer(&key, &prefill.pool, OfferOptions::default()).unwrap();
+                let made = prefill
+                    .endpoint
+                    .offer(&key, &prefill.pool, OfferOptions::default())
+                    .unwrap();
                 made.append(blocks(n)).unwrap();
                 made.finish(REQUEST).unwrap();
                 let wants = decode.endpoint.claim(&key, &decode.pool, &sources, options).unwrap();
@@ -241,13 +254,21 @@ fn a_restart_while_bytes_are_under_way_never_mixes_attempts() {
         // Other blocks than the second attempt's: nothing waits for the first one's source.
         mark(&prefill.pool, &blocks(0), OLD);
         mark(&decode.pool, &blocks(2), 0xaa);
-        let offer = prefill.endpoint.offer(&key, &prefill.pool, OfferOptions::default()).unwrap();
+        let offer = prefill
+            .endpoint
+            .offer(&key, &prefill.pool, OfferOptions::default())
+            .unwrap();
         offer.append(blocks(0)).unwrap();
         // All but one: with all of them the first attempt could arrive, and an arrival stands.
         offer.ready(0..REQUEST - 1, ..).unwrap();
         let claim = decode
             .endpoint
-            .claim(&key, &decode.pool, &[prefill.endpoint.address()], ClaimOptions::default())
+            .claim(
+                &key,
+                &decode.pool,
+                &[prefill.endpoint.address()],
+                ClaimOptions::default(),
+            )
             .unwrap();
         claim.fill(blocks(2)).unwrap();
         let until = Instant::now() + Duration::from_millis(100);
@@ -342,7 +363,10 @@ fn blocks_retracted_while_they_are_read_never_arrive() {
     for n in 0..rounds {
         let key = format!("retracted-{n}");
         mark(&owner.pool, &all(), OLD);
-        let offer = owner.endpoint.offer(&key, &owner.pool, OfferOptions::default()).unwrap();
+        let offer = owner
+            .endpoint
+            .offer(&key, &owner.pool, OfferOptions::default())
+            .unwrap();
         offer.append(all()).unwrap();
         offer.finish(REQUEST * TURNS).unwrap();
         let options = ClaimOptions {
@@ -354,7 +378,9 @@ fn blocks_retracted_while_they_are_read_never_arrive() {
             .claim(&key, &reader.pool, &[owner.endpoint.address()], options)
             .unwrap();
         claim.fill(all()).unwrap();
-        eventually("it is being read", || under_way(&reader.endpoint, "read") > 0.0 || claim.arrived().is_done());
+        eventually("it is being read", || {
+            under_way(&reader.endpoint, "read") > 0.0 || claim.arrived().is_done()
+        });
         let under_way = under_way(&reader.endpoint, "read");
         let retracted = offer.retract(&[7, 30]);
         // Somebody else's from here on.
@@ -389,7 +415,9 @@ fn a_read_grant_that_is_taken_back_never_counts() {
             .endpoint
             .pull(served.grant(), &reader.pool, all(), PullOptions::default())
             .unwrap();
-        eventually("it is being read", || under_way(&reader.endpoint, "read") > 0.0 || pull.done().is_done());
+        eventually("it is being read", || {
+            under_way(&reader.endpoint, "read") > 0.0 || pull.done().is_done()
+        });
         let under_way = under_way(&reader.endpoint, "read");
         served.cancel();
         let served = served.arrived().wait(LONG);

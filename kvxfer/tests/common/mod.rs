@@ -56,7 +56,10 @@ pub fn endpoint(name: &str) -> Endpoint {
 pub fn endpoint_with(name: &str, mut config: Config) -> Endpoint {
     // Logs to the test's output as RUST_LOG says.
     let filter = tracing_subscriber::EnvFilter::from_default_env();
-    let _ = tracing_subscriber::fmt().with_env_filter(filter).with_test_writer().try_init();
+    let _ = tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_test_writer()
+        .try_init();
     if crate::OVER == "rdma" && config.devices.is_empty() {
         let takes = ["decode", "receiver", "reader", "b"]
             .iter()

@@ -383,13 +383,17 @@ impl World {
         if side.closed || name.epoch <= side.epochs[index] {
             return;
         }
-        side.epochs[index] = name.epoch;
-        let (node, life) = (side.node, side.life);
-        if let Some(older) = direct.lanes[index].replace(qp) {
+        if let Some(older) = direct.lanes[index] {
+            // The sender must hear of its end, after its device has let go of everything, before the next begins.
             let end = self.end_of_qp(older, link);
             let why = Error::new(ErrorKind::Transport, format!("lane {index}")).because("a newer one replaces it");
             self.close_qp(older, end, why);
+            self.say(link, Words::LaneDown { qp });
+            return;
         }
+        side.epochs[index] = name.epoch;
+        direct.lanes[index] = Some(qp);
+        let (node, life) = (side.node, side.life);
         let end = &mut self.qps[qp].ends[1];
         (end.node, end.life, end.link) = (node, life, Some(link));
         end.state = QpState::Up;

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use kvxfer_core::error::Destination;
-use kvxfer_core::flow::{Chunk, Gate, SendSpec, TransferId};
+use kvxfer_core::flow::{Chunk, Direction, Gate, Payload, SendSpec, TransferId};
 use kvxfer_core::machine::{HandleId, MemberVerdict, Outcome, PeerChange};
 use kvxfer_core::wire::Verdict;
 use kvxfer_core::{Error, ErrorKind, GrantName, Incarnation, Time};
@@ -23,7 +23,7 @@ pub type Promise = &'static str;
 /// A dead peer is reported within this.
 const DEATH_REPORTED: Duration = Duration::from_secs(3);
 /// Chunks of another transfer of a link that a transfer may have to wait for, per chunk's worth of its own.
-const CHUNKS_AHEAD_MAX: u32 = 3;
+const CHUNKS_AHEAD_MAX: u32 = 4;
 
 /// What the oracles remember.
 #[derive(Default)]
@@ -595,7 +595,10 @@ impl World {
             return;
         }
         let name = chunk.header.name();
-        if self.links[link].doubts.values().any(|doubt| doubt.contains(&name)) {
+        // A chunk that is read names a slot of this side's, one in doubt a slot of the peer's.
+        let read = matches!(&chunk.payload, Payload::Stream { remote: Some((remote, _)), .. }
+            if remote.direction == Direction::Read);
+        if !read && self.links[link].doubts.values().any(|doubt| doubt.contains(&name)) {
             self.fail(
                 "2 no late write",
                 format!("{name:?} is sent again before the lane that it was on is fenced"),
@@ -620,15 +623,18 @@ impl World {
                 continue;
             }
             let ahead = waiting.others.entry(id).or_default();
-            *ahead += 1;
-            if *ahead > CHUNKS_AHEAD_MAX * waiting.chunks && self.links[link].sender.lane_load(lane).chunks > 0 {
+            // By bytes: a turn is a chunk's worth, which may be several small parts.
+            *ahead += chunk.header.length.clamp(1, self.profile.chunk_bytes_max);
+            if *ahead > CHUNKS_AHEAD_MAX * waiting.chunks * self.profile.chunk_bytes_max
+                && self.links[link].sender.lane_load(lane).chunks > 0
+            {
                 starved = Some((*other, *ahead));
             }
         }
         if let Some((other, ahead)) = starved {
             self.fail(
                 "10 fair",
-                format!("transfer {other:?} waits while {id:?} has sent {ahead} chunks"),
+                format!("transfer {other:?} waits while {id:?} has sent {ahead} bytes"),
             );
         }
     }

@@ -188,6 +188,7 @@ impl Machine {
                         _ => {}
                     }
                 }
+                Action::CloseLink { peer } if peer == incarnation => {}
                 action => self.actions.push_back(action),
             }
         }

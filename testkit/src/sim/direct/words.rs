@@ -200,10 +200,9 @@ impl World {
         if direct.revoked.get(&slot) != Some(&false) {
             return;
         }
-        let qps: Vec<QpIndex> = direct.lanes.iter().flatten().copied().collect();
-        let settled = qps
-            .into_iter()
-            .map(|qp| self.qps[qp].ends[self.end_of_qp(qp, link)].settled);
+        // Also by lanes that are being fenced, or were replaced.
+        let ends = self.qps.iter().flat_map(|qp| &qp.ends);
+        let settled = ends.filter(|end| end.link == Some(link)).map(|end| end.settled);
         let at = settled.max().unwrap_or(self.now).max(self.now);
         if at > self.now {
             self.coverage.reach(Point::RevokedFlushed);

@@ -218,7 +218,10 @@ fn many_at_once_both_ways() {
 #[test]
 fn a_small_one_passes_a_large_one() {
     let site = Site::with(&[("*", "bandwidth_bytes_per_s", "100000000")]);
-    let pair = site.pair_with(|config| config.window_bytes_max = 4 << 20);
+    let pair = site.pair_with(|config| {
+        config.window_bytes_min = 4 << 20;
+        config.window_bytes_max = 4 << 20;
+    });
     let large = site.choose(48, 24) * MIB;
     let (memory, target) = (pair.left.memory(&[large + MIB]), pair.right.memory(&[large + MIB]));
     let (large, small) = (range(0, large), range(large, 64 * KIB));

@@ -26,7 +26,6 @@ const CAUGHT: &[(Mutant, &str)] = &[
         Mutant::RevokedEarly,
         "reuse::grants_are_cancelled_and_their_blocks_reused",
     ),
-    (Mutant::SkipFlush, "reuse::claims_are_aborted_and_their_blocks_reused"),
     (
         Mutant::ForgetRevoke,
         "reuse::grants_are_cancelled_and_their_blocks_reused",

@@ -344,7 +344,7 @@ fn pull_begun(side: &Side, peer: &mut Peer) -> Claim {
     };
     let claim = side
         .endpoint
-        .claim("k", &side.pool, &[peer.address.clone()], options)
+        .claim("k", &side.pool, std::slice::from_ref(&peer.address), options)
         .unwrap();
     claim.fill(all()).unwrap();
     begun(side, 7);

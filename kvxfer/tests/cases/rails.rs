@@ -141,6 +141,10 @@ fn a_rail_that_goes_down_is_left_and_rejoins() {
         });
         push(&sender, &receiver, 22 + 3 * round, |_| {});
     }
+    if let Some(fabric) = &site.fabric {
+        assert_eq!(fabric.counter("*", "resets_with_outstanding"), 0);
+        assert_eq!(fabric.counter("*", "misuse"), 0);
+    }
     assert!(metric_sum(&sender.endpoint, "kvxfer_rail_in_doubt_chunks_total", "") > 0.0);
     assert_eq!(
         metric_sum(&sender.endpoint, "kvxfer_control_transports_failed", ""),

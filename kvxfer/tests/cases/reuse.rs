@@ -177,7 +177,7 @@ fn abort_all(way: Way, rounds: u32, prefill: &Side, decode: &Side) -> (u32, u32)
                 (offer, claim, granted, pushed) = (None, None, Some(to), Some(from));
             }
         }
-        let ended = || match (&claim, &granted) {
+        let over_already = || match (&claim, &granted) {
             (Some(claim), _) => claim.arrived().is_done(),
             (_, Some(granted)) => granted.arrived().is_done(),
             _ => true,
@@ -185,28 +185,30 @@ fn abort_all(way: Way, rounds: u32, prefill: &Side, decode: &Side) -> (u32, u32)
         // Most when their bytes are under way, some before.
         if n % 8 != 0 {
             let until = Instant::now() + Duration::from_millis(200);
-            while under_way(&mover.endpoint, direction) <= before && !ended() && Instant::now() < until {
+            while under_way(&mover.endpoint, direction) <= before && !over_already() && Instant::now() < until {
                 std::hint::spin_loop();
             }
             std::thread::sleep(Duration::from_micros(random.below(1500)));
         }
         before = under_way(&mover.endpoint, direction) - before;
-        let ended_well = match (&claim, &granted) {
+        let ended = match (&claim, &granted) {
             (Some(claim), _) => {
                 claim.cancel();
-                claim.arrived().wait(LONG).is_ok()
+                claim.arrived().wait(LONG)
             }
             (_, Some(granted)) => {
                 granted.cancel();
-                granted.arrived().wait(LONG).is_ok()
+                granted.arrived().wait(LONG)
             }
-            _ => false,
+            _ => unreachable!("one of them was made"),
         };
-        if ended_well {
-            assert_marked(&decode.pool, &mine, OLD, "arrived");
-        } else {
-            aborted += 1;
-            outstanding += u32::from(before > 0.0);
+        match ended {
+            Ok(_) => assert_marked(&decode.pool, &mine, OLD, "arrived"),
+            Err(error) => {
+                assert_ne!(error.destination(), kvxfer::Destination::Quarantined, "{error}");
+                aborted += 1;
+                outstanding += u32::from(before > 0.0);
+            }
         }
         // Ended: the blocks are another request's from this instant.
         mark(&decode.pool, &mine, new_mark(n));

@@ -1,7 +1,7 @@
 //! What the two ends of a link say to each other. The session carries it, in order, each message once.
 //!
 //! A body is a version byte and a list of messages in postcard form. Parsing is total and bounded: a body has at most
-//! [`LINK_MESSAGE_BYTES_MAX`](kvxfer_core::wire::limits::LINK_MESSAGE_BYTES_MAX) bytes.
+//! [`LINK_MESSAGE_BYTES_MAX`] bytes.
 
 use kvxfer_core::flow::{CHUNK_BYTES_MAX, ChunkHeader, LaneName, MESSAGE_BYTES_MAX, PartExtent};
 use kvxfer_core::wire::limits::LINK_MESSAGE_BYTES_MAX;

@@ -39,8 +39,8 @@ fn push(blocks: u32) {
     let pair = site.pair();
     let model = Model::preset("llama-3.1-70b").unwrap();
     let layout = Arc::new(model.layout(0, 4, 16, POOL, Arrangement::PER_LAYER_NHD).unwrap());
-    let memory = pair.left.memory(&layout.region_lengths());
-    let target = pair.right.memory(&layout.region_lengths());
+    let memory = pair.left.memory(layout.region_lengths());
+    let target = pair.right.memory(layout.region_lengths());
     // 136 is 8 times 17: both steps visit every block once.
     let (have, wanted) = (request(blocks, 55), request(blocks, 33));
     let stream = wanted.stream(&layout, PartExtent::WHOLE).unwrap();
@@ -129,12 +129,11 @@ fn costs_by_object(file: &Path) -> HashMap<String, u64> {
         } else if line.starts_with("calls=") {
             // The next line has what the call cost inside.
             of_a_call = true;
-        } else if line.starts_with(|first: char| first.is_ascii_digit() || "+-*".contains(first)) {
-            if !std::mem::take(&mut of_a_call)
-                && let Some(cost) = line.split(' ').nth(1).and_then(|cost| cost.parse::<u64>().ok())
-            {
-                *costs.entry(object.to_owned()).or_default() += cost;
-            }
+        } else if line.starts_with(|first: char| first.is_ascii_digit() || "+-*".contains(first))
+            && !std::mem::take(&mut of_a_call)
+            && let Some(cost) = line.split(' ').nth(1).and_then(|cost| cost.parse::<u64>().ok())
+        {
+            *costs.entry(object.to_owned()).or_default() += cost;
         }
     }
     costs

@@ -210,7 +210,7 @@ fn run_pulls() {
         "0",
     ]);
     assert!(
-        said.contains("llama-3.1-8b_tp8_100") && said.contains("yes") && !said.contains("NO"),
+        said.contains("llama-3.1-8b_tp8_100") && said.contains("yes") && !said.contains(" NO "),
         "{said}"
     );
     assert!(said.contains("tcp"), "the path is named: {said}");

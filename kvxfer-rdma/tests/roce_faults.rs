@@ -373,9 +373,11 @@ fn memory_that_the_peer_does_not_have() {
             });
         });
         pair.left_log.refused(sent.id);
-        let lost = pair.left_log.lost();
         let says = |error: &Error| error.kind() == ErrorKind::Protocol && error.to_string().contains("stale");
-        assert!(lost.iter().any(|(_, _, error)| says(error)), "{lost:?}");
+        // The loss follows once the queue pair is gone.
+        until("the loss that says why", || {
+            pair.left_log.lost().iter().any(|(_, _, error)| says(error))
+        });
         assert!(is_all(&target, &stream, 1) && is_all(&memory, &stream, 0xee));
         pair.left_link.forget(sent.id);
         pair.left_log.clear();

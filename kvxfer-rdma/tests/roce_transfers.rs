@@ -451,7 +451,11 @@ fn two_rails_share_the_work() {
         println!("skipped: there is one pair of devices");
         return;
     }
-    let (left, right) = site.nodes(2, |_| {});
+    // What fits one rail's window may all go over that rail.
+    let (left, right) = site.nodes(2, |config| {
+        config.window_bytes_min = 1 << 20;
+        config.window_bytes_max = 1 << 20;
+    });
     let pair = Pair::new(left, right).up();
     until("two rails", || {
         pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2

@@ -77,13 +77,7 @@ impl Layers {
                     .at("environment")
                     .because("it is not UTF-8"));
             };
-            let value = match (key.kind, whole_number(text)) {
-                (Kind::Integer { .. } | Kind::AutoOr { .. }, Some(number)) => Value::Integer(number),
-                (Kind::Integer { .. }, None) => {
-                    return Err(refuse(key, &format!("{text:?}"), name, "it is not a whole number"));
-                }
-                _ => Value::String(text.to_owned()),
-            };
+            let value = from_text(key, text, name)?;
             self.set(key, value, name)?;
         }
         Ok(self)
@@ -140,6 +134,41 @@ impl Layers {
     }
 }
 
+/// One key of a configuration, from text.
+pub(crate) fn set(config: &mut Config, path: &str, text: &str) -> Result<()> {
+    const SOURCE: &str = "code";
+    let Some(key) = KEYS.iter().find(|key| key.path == path) else {
+        return Err(unknown(path, SOURCE, nearest(path, known_paths())));
+    };
+    let table = Table::try_from(&*config).map_err(not_whole)?;
+    let sources = config.sources.clone();
+    let mut layers = Layers { table, sources };
+    layers.set(key, from_text(key, text, SOURCE)?, SOURCE)?;
+    let mut changed = Config::deserialize(Value::Table(layers.table)).map_err(|error| {
+        Error::new(ErrorKind::InvalidArgument, "the configuration").because(error.to_string().trim_end().to_owned())
+    })?;
+    changed.sources = layers.sources;
+    *config = changed;
+    Ok(())
+}
+
+/// A value as a variable gives it.
+fn from_text(key: &'static Key, text: &str, source: &str) -> Result<Value> {
+    match (key.kind, whole_number(text)) {
+        (Kind::Integer { .. } | Kind::AutoOr { .. }, Some(number)) => Ok(Value::Integer(number)),
+        (Kind::Integer { .. }, None) => Err(refuse(key, &format!("{text:?}"), source, "it is not a whole number")),
+        _ => Ok(Value::String(text.to_owned())),
+    }
+}
+
+/// A number that TOML cannot say.
+fn not_whole(error: toml::ser::Error) -> Error {
+    Error::new(ErrorKind::InvalidArgument, "the configuration")
+        .at("code")
+        .because(error.to_string())
+        .remedy("keep numbers below 2^63")
+}
+
 /// A number as TOML writes them: decimal, or hexadecimal after `0x`.
 fn whole_number(text: &str) -> Option<i64> {
     let text = text.trim();
@@ -166,14 +195,8 @@ pub(crate) fn lookup<'a>(table: &'a Table, path: &str) -> Option<&'a Value> {
 }
 
 pub(crate) fn validate(config: &Config) -> Result<()> {
-    let whole = |error: toml::ser::Error| {
-        Error::new(ErrorKind::InvalidArgument, "the configuration")
-            .at("code")
-            .because(error.to_string())
-            .remedy("keep numbers below 2^63")
-    };
-    let table = Table::try_from(config).map_err(whole)?;
-    let defaults = Table::try_from(Config::default()).map_err(whole)?;
+    let table = Table::try_from(config).map_err(not_whole)?;
+    let defaults = Table::try_from(Config::default()).map_err(not_whole)?;
     for key in KEYS {
         let Some(value) = lookup(&table, key.path) else {
             continue;

@@ -267,6 +267,15 @@ impl Config {
             .finish()
     }
 
+    /// Sets one key from text, as its variable would: `limits.slots_max` to `512`, lists with commas.
+    ///
+    /// # Errors
+    /// `InvalidArgument` for an unknown key, a wrong type and a value out of range. What only shows between several
+    /// keys is left to [`validate`](Self::validate).
+    pub fn set(&mut self, key: &str, value: &str) -> Result<()> {
+        layers::set(self, key, value)
+    }
+
     /// Checks every value, as building an endpoint does.
     ///
     /// # Errors

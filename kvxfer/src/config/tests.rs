@@ -224,3 +224,29 @@ fn the_page_shows_the_reference() {
         Config::reference()
     );
 }
+
+#[test]
+fn one_key_is_set_from_text() {
+    let mut config = Config::from_toml_str("[limits]\nslots_max = 512").unwrap();
+    config.set("deadlines.liveness_ms", "600").unwrap();
+    config.set("transports", "rdma, tcp").unwrap();
+    config.set("name", "decode-0").unwrap();
+    assert_eq!(config.deadlines.liveness_ms, 600);
+    assert_eq!(config.transports, ["rdma", "tcp"]);
+    assert_eq!((config.name.as_str(), config.limits.slots_max), ("decode-0", 512));
+    // The heartbeat is too long for it, which is for `validate` to say: the next call may change that.
+    assert!(config.validate().is_err());
+    config.set("deadlines.heartbeat_ms", "200").unwrap();
+    config.validate().unwrap();
+    for (key, value, said) in [
+        ("limits.slot_max", "1", "limits.slots_max"),
+        ("limits.slots_max", "many", "not a whole number"),
+        ("limits.slots_max", "0", "limits.slots_max"),
+        ("security.mode", "maybe", "security.mode"),
+        ("limits", "1", "limits"),
+    ] {
+        let error = config.set(key, value).unwrap_err().to_string();
+        assert!(error.contains(said), "{error}");
+    }
+    assert_eq!(config.limits.slots_max, 512);
+}

@@ -74,7 +74,7 @@ static inline kvx_layout create_layout(void) {
   group.head_size = 128;
 
   kvx_plane_spec planes[PLANES];
-  char names[LAYERS][8];
+  char names[LAYERS][12];
   for (int layer = 0; layer < LAYERS; layer++) {
     snprintf(names[layer], sizeof names[layer], "%d", layer);
     for (int value = 0; value < 2; value++) {

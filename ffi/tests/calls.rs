@@ -1,0 +1,884 @@
+//! Every function, used as it is meant to be.
+#![allow(clippy::undocumented_unsafe_blocks)] // pointers to locals of the tests, everywhere
+
+mod support;
+
+use std::ffi::{CStr, c_void};
+use std::mem::size_of;
+use std::ptr::null;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use kvxfer_ffi::*;
+use support::*;
+
+#[test]
+fn versions() {
+    assert_eq!(kvx_abi_version(), 1);
+    let version = unsafe { CStr::from_ptr(kvx_version_string()) };
+    assert_eq!(version.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
+}
+
+#[test]
+fn errors_are_kept_per_thread() {
+    let mut numbers: kvx_error = sized();
+    kvx_clear_last_error();
+    ok(unsafe { kvx_last_error(&mut numbers) });
+    assert_eq!((numbers.status, last_error().as_str()), (KVX_OK, ""));
+    refused(
+        kvx_config_free(7),
+        KVX_ERR_INVALID_ARGUMENT,
+        "no handle looks like that",
+    );
+    ok(unsafe { kvx_last_error(&mut numbers) });
+    assert_eq!((numbers.status, numbers.retryable), (KVX_ERR_INVALID_ARGUMENT, 0));
+    std::thread::spawn(|| assert_eq!(last_error(), "")).join().unwrap();
+    // As snprintf: the whole length, and as much as fits.
+    let mut short = [b'x'; 5];
+    let length = unsafe { kvx_last_error_message(short.as_mut_ptr().cast(), short.len()) };
+    assert_eq!(length as usize, last_error().len());
+    assert_eq!(&short, b"Inva\0");
+}
+
+#[test]
+fn configs() {
+    let mut config = 0;
+    unsafe {
+        ok(kvx_config_create(&mut config));
+        ok(kvx_config_set(config, c"listen".as_ptr(), c"127.0.0.1:0".as_ptr()));
+        ok(kvx_config_set(config, c"transports".as_ptr(), c"tcp".as_ptr()));
+        ok(kvx_config_set(
+            config,
+            c"deadlines.liveness_ms".as_ptr(),
+            c"600".as_ptr(),
+        ));
+    }
+    refused(kvx_config_check(config), KVX_ERR_INVALID_ARGUMENT, "heartbeat");
+    ok(unsafe { kvx_config_set(config, c"deadlines.heartbeat_ms".as_ptr(), c"100".as_ptr()) });
+    ok(kvx_config_check(config));
+    let unknown = unsafe { kvx_config_set(config, c"deadlines.livenes_ms".as_ptr(), c"1".as_ptr()) };
+    refused(unknown, KVX_ERR_INVALID_ARGUMENT, "deadlines.liveness_ms");
+    ok(kvx_config_set_rank(config, 1, 4, 0, 2));
+    refused(
+        kvx_config_set_rank(config, 4, 4, 0, 1),
+        KVX_ERR_INVALID_ARGUMENT,
+        "tensor rank 4 of 4",
+    );
+    let mut endpoint = 0;
+    ok(unsafe { kvx_endpoint_create(config, &mut endpoint) });
+    ok(kvx_config_free(config));
+    let (own, mut info) = (address(endpoint), sized::<kvx_address_info>());
+    ok(unsafe { kvx_address_describe(own, &mut info) });
+    assert_eq!((info.tensor_rank, info.tensor_size, info.pipeline_size), (1, 4, 2));
+    ok(kvx_address_free(own));
+    ok(kvx_endpoint_destroy(endpoint, LONG_MS));
+
+    let path = std::env::temp_dir().join(format!("kvxfer-ffi-{}.toml", std::process::id()));
+    std::fs::write(&path, "name = \"from-a-file\"\ntransports = [\"tcp\"]\n").unwrap();
+    let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
+    ok(unsafe { kvx_config_load(name.as_ptr(), &mut config) });
+    std::fs::remove_file(&path).unwrap();
+    ok(unsafe { kvx_endpoint_create(config, &mut endpoint) });
+    assert_eq!(
+        text(|to, size| unsafe { kvx_endpoint_name(endpoint, to, size) }),
+        "from-a-file"
+    );
+    ok(kvx_endpoint_destroy(endpoint, LONG_MS));
+    ok(kvx_config_free(config));
+    let gone = unsafe { kvx_config_load(name.as_ptr(), &mut config) };
+    refused(gone, KVX_ERR_INVALID_ARGUMENT, "cannot be read");
+    assert_eq!(config, 0);
+    assert!(text(|to, size| unsafe { kvx_config_reference(to, size) }).contains("KVXFER_LIMITS_SLOTS_MAX"));
+}
+
+#[test]
+fn addresses() {
+    let endpoint = endpoint(c"addressed");
+    let own = address(endpoint);
+    let published = text(|to, size| unsafe { kvx_address_text(own, to, size) });
+    let mut bytes = [0u8; 80];
+    let length = unsafe { kvx_address_bytes(own, bytes.as_mut_ptr().cast(), bytes.len()) };
+    let (mut parsed, mut unpacked) = (0, 0);
+    let c_text = std::ffi::CString::new(published.clone()).unwrap();
+    unsafe {
+        ok(kvx_address_parse(c_text.as_ptr(), &mut parsed));
+        ok(kvx_address_from_bytes(
+            bytes.as_ptr().cast(),
+            length as usize,
+            &mut unpacked,
+        ));
+    }
+    for address in [parsed, unpacked] {
+        assert_eq!(
+            text(|to, size| unsafe { kvx_address_text(address, to, size) }),
+            published
+        );
+        let (mut info, mut incarnation) = (sized::<kvx_address_info>(), kvx_id128::default());
+        ok(unsafe { kvx_address_describe(address, &mut info) });
+        ok(unsafe { kvx_endpoint_incarnation(endpoint, &mut incarnation) });
+        assert_eq!((info.incarnation, info.sockets), (incarnation, 1));
+        ok(kvx_address_free(address));
+    }
+    let garbage = unsafe { kvx_address_parse(c"nowhere".as_ptr(), &mut parsed) };
+    refused(garbage, KVX_ERR_INVALID_ARGUMENT, "nowhere");
+    ok(kvx_address_free(own));
+    ok(kvx_endpoint_destroy(endpoint, LONG_MS));
+}
+
+#[test]
+fn peers_are_connected_explained_and_counted() {
+    let pair = pair();
+    ok(kvx_endpoint_connect(pair.decode, pair.address, LONG_MS));
+    let (mut peers, mut count) = ([sized::<kvx_peer>(); 2], 0);
+    ok(unsafe { kvx_endpoint_peers(pair.decode, peers.as_mut_ptr(), size_of::<kvx_peer>(), 2, &mut count) });
+    assert_eq!((count, peers[0].state), (1, KVX_PEER_READY));
+    let field = |text: &[std::ffi::c_char]| unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().to_owned();
+    assert_eq!(
+        (field(&peers[0].name), field(&peers[0].transport)),
+        ("prefill-0".into(), "tcp".into())
+    );
+    assert!(
+        text(|to, size| unsafe { kvx_endpoint_explain(pair.decode, pair.address, to, size) }).contains("path: tcp")
+    );
+    assert!(text(|to, size| unsafe { kvx_endpoint_metrics(pair.decode, to, size) }).contains("kvxfer_"));
+    // Nobody listens there.
+    let (mut nobody, began) = (0, std::time::Instant::now());
+    ok(unsafe { kvx_address_parse(c"127.0.0.1:1".as_ptr(), &mut nobody) });
+    refused(
+        kvx_endpoint_connect(pair.decode, nobody, 50),
+        KVX_ERR_UNREACHABLE,
+        "127.0.0.1:1",
+    );
+    assert!(began.elapsed().as_secs() < 20);
+    ok(kvx_address_free(nobody));
+}
+
+#[test]
+fn layouts() {
+    let mut layout = 0;
+    let mut groups = [sized::<kvx_group_spec>(), sized::<kvx_group_spec>()];
+    groups[0].kind = KVX_GROUP_ATTENTION;
+    groups[0].name = c"attention".as_ptr();
+    (groups[0].blocks, groups[0].dtype, groups[0].tokens_per_block) = (8, KVX_DTYPE_BF16, 16);
+    (groups[0].kv_heads, groups[0].head_size, groups[0].window) = (8, 64, 1024);
+    (groups[0].sharding, groups[0].rank, groups[0].size) = (KVX_SHARDING_HEADS, 1, 4);
+    (groups[1].kind, groups[1].name, groups[1].blocks) = (KVX_GROUP_STATE, c"states".as_ptr(), 4);
+    let mut planes = [
+        sized::<kvx_plane_spec>(),
+        sized::<kvx_plane_spec>(),
+        sized::<kvx_plane_spec>(),
+    ];
+    (planes[0].kind, planes[0].layer) = (KVX_PLANE_KEY, c"a".as_ptr());
+    (planes[1].kind, planes[1].layer) = (KVX_PLANE_VALUE, c"a".as_ptr());
+    (planes[1].order_count, planes[1].order) = (3, [KVX_AXIS_HEAD, KVX_AXIS_TOKEN, KVX_AXIS_DIM, 0]);
+    (planes[2].kind, planes[2].layer, planes[2].group) = (KVX_PLANE_STATE, c"b".as_ptr(), 1);
+    (planes[2].region, planes[2].block_length, planes[2].stride) = (1, 100, 128);
+    let mut spec: kvx_layout_spec = sized();
+    (spec.groups, spec.group_count) = (groups.as_ptr(), 2);
+    (spec.planes, spec.plane_count) = (planes.as_ptr(), 3);
+    let lengths = [0u64, 4096];
+    (spec.region_lengths, spec.region_count) = (lengths.as_ptr(), 2);
+    ok(unsafe { kvx_layout_create(&spec, &mut layout) });
+
+    let mut info: kvx_layout_info = sized();
+    ok(unsafe { kvx_layout_describe(layout, &mut info) });
+    assert_eq!((info.groups, info.planes, info.layers, info.regions), (2, 3, 2, 2));
+    assert_ne!(info.geometry_hash, 0);
+    let (mut index, mut length, mut plane) = (9, 0, sized::<kvx_plane_info>());
+    unsafe {
+        ok(kvx_layout_layer_index(layout, c"b".as_ptr(), &mut index));
+        ok(kvx_layout_region_length(layout, 0, &mut length));
+        ok(kvx_layout_plane(layout, 2, &mut plane));
+    }
+    let block = 16 * 2 * 64 * 2; // tokens, heads of this rank, elements, bytes
+    assert_eq!((index, length), (1, 2 * 8 * block));
+    assert_eq!(
+        (plane.kind, plane.layer, plane.stride, plane.block_length),
+        (KVX_PLANE_STATE, 1, 128, 100)
+    );
+    ok(unsafe { kvx_layout_region_length(layout, 1, &mut length) });
+    assert_eq!(length, 4096);
+    assert_eq!(
+        text(|to, size| unsafe { kvx_layout_layer_name(layout, 0, to, size) }),
+        "a"
+    );
+    let (buffer, none) = (std::ptr::null_mut(), 0);
+    refused(
+        unsafe { kvx_layout_layer_name(layout, 2, buffer, none) },
+        KVX_ERR_OUT_OF_BOUNDS,
+        "layer 2",
+    );
+    refused(
+        unsafe { kvx_layout_layer_index(layout, c"c".as_ptr(), &mut index) },
+        KVX_ERR_OUT_OF_BOUNDS,
+        "\"c\"",
+    );
+    refused(
+        unsafe { kvx_layout_region_length(layout, 2, &mut length) },
+        KVX_ERR_OUT_OF_BOUNDS,
+        "region 2",
+    );
+    refused(
+        unsafe { kvx_layout_plane(layout, 3, &mut plane) },
+        KVX_ERR_OUT_OF_BOUNDS,
+        "plane 3",
+    );
+    ok(kvx_layout_free(layout));
+
+    // What is wrong is named.
+    let mut create = |change: &dyn Fn(&mut [kvx_group_spec; 2], &mut [kvx_plane_spec; 3]), says: &str| {
+        let (mut changed_groups, mut changed_planes) = (groups, planes);
+        change(&mut changed_groups, &mut changed_planes);
+        let mut changed = spec;
+        (changed.groups, changed.planes) = (changed_groups.as_ptr(), changed_planes.as_ptr());
+        refused(
+            unsafe { kvx_layout_create(&changed, &mut layout) },
+            KVX_ERR_INVALID_ARGUMENT,
+            says,
+        );
+        assert_eq!(layout, 0);
+    };
+    create(&|groups, _| groups[1].kind = 77, "group 1");
+    create(&|groups, _| groups[0].dtype = 0, "dtype = 0");
+    create(&|groups, _| groups[0].sharding = 9, "sharding = 9");
+    create(&|groups, _| groups[0].tokens_per_block = 0, "tokens_per_block = 0");
+    create(&|groups, _| groups[0].name = null(), "null");
+    create(&|_, planes| planes[2].kind = 0, "plane 2");
+    create(&|_, planes| planes[1].order_count = 5, "order_count = 5");
+    create(&|_, planes| planes[1].order[0] = 8, "order = 8");
+    create(&|_, planes| planes[1].order_count = 1, "one axis");
+    create(&|_, planes| planes[1].group = 1 << 16, "group = 65536");
+
+    // Packed, latent and shared ones.
+    (planes[0].order_count, planes[0].order[0]) = (1, KVX_AXIS_PACKED);
+    (spec.planes, spec.shared_blocks) = (planes.as_ptr(), 1);
+    ok(unsafe { kvx_layout_create(&spec, &mut layout) });
+    ok(unsafe { kvx_layout_describe(layout, &mut info) });
+    assert_eq!(info.shared_blocks, 1);
+    ok(kvx_layout_free(layout));
+    (groups[0].kind, groups[0].kv_heads, groups[0].sharding) = (KVX_GROUP_LATENT, 0, KVX_SHARDING_NONE);
+    (groups[0].rank, groups[0].size, groups[0].window, groups[0].head_size) = (0, 0, 0, 576);
+    spec.groups = groups.as_ptr();
+    let mut latent = sized::<kvx_plane_spec>();
+    (latent.kind, latent.layer) = (KVX_PLANE_LATENT, c"a".as_ptr());
+    (spec.planes, spec.plane_count, spec.group_count, spec.region_count) = (&latent, 1, 1, 0);
+    ok(unsafe { kvx_layout_create(&spec, &mut layout) });
+    ok(kvx_layout_free(layout));
+}
+
+#[test]
+fn presets() {
+    let mut spec: kvx_preset_spec = sized();
+    spec.model = c"llama-3.1-70b".as_ptr();
+    (spec.tensor_size, spec.tokens_per_block, spec.blocks) = (8, 16, 4);
+    let (mut layout, mut info) = (0, sized::<kvx_layout_info>());
+    for arrangement in [
+        KVX_ARRANGEMENT_PER_LAYER,
+        KVX_ARRANGEMENT_FUSED,
+        KVX_ARRANGEMENT_BLOCK_MAJOR,
+        KVX_ARRANGEMENT_PER_HEAD,
+    ] {
+        spec.arrangement = arrangement;
+        ok(unsafe { kvx_layout_preset(&spec, &mut layout) });
+        ok(unsafe { kvx_layout_describe(layout, &mut info) });
+        assert_eq!(info.layers, 80);
+        ok(kvx_layout_free(layout));
+    }
+    (spec.first_layer, spec.layer_end) = (40, 80);
+    ok(unsafe { kvx_layout_preset(&spec, &mut layout) });
+    ok(unsafe { kvx_layout_describe(layout, &mut info) });
+    assert_eq!(info.layers, 40);
+    assert_eq!(
+        text(|to, size| unsafe { kvx_layout_layer_name(layout, 0, to, size) }),
+        "40"
+    );
+    ok(kvx_layout_free(layout));
+
+    spec.model = c"gpt-9".as_ptr();
+    refused(
+        unsafe { kvx_layout_preset(&spec, &mut layout) },
+        KVX_ERR_INVALID_ARGUMENT,
+        "llama-3.1-70b",
+    );
+    spec.arrangement = 4;
+    spec.model = c"llama-3.1-70b".as_ptr();
+    refused(
+        unsafe { kvx_layout_preset(&spec, &mut layout) },
+        KVX_ERR_INVALID_ARGUMENT,
+        "arrangement = 4",
+    );
+
+    let own =
+        c"[[model]]\nname = \"mine\"\ndtype = \"f16\"\n[[model.group]]\nname = \"attention\"\nkind = \"attention\"\n\
+        layers = [{ first = 0, end = 2 }]\nkv_heads = 4\nhead_size = 8\n";
+    (spec.models_toml, spec.model, spec.arrangement) = (own.as_ptr(), c"mine".as_ptr(), KVX_ARRANGEMENT_FUSED);
+    (spec.first_layer, spec.layer_end, spec.tensor_size) = (0, 0, 0);
+    ok(unsafe { kvx_layout_preset(&spec, &mut layout) });
+    ok(kvx_layout_free(layout));
+    spec.model = c"yours".as_ptr();
+    refused(
+        unsafe { kvx_layout_preset(&spec, &mut layout) },
+        KVX_ERR_INVALID_ARGUMENT,
+        "mine",
+    );
+}
+
+static RELEASED: AtomicUsize = AtomicUsize::new(0);
+static CALLED_INSIDE: AtomicUsize = AtomicUsize::new(0);
+
+unsafe extern "C" fn released(data: *mut c_void) {
+    drop(unsafe { Box::from_raw(data.cast::<Vec<u8>>()) });
+    // Calls from inside are turned away instead of waiting for a lock that is held.
+    if kvx_config_free(1) == KVX_ERR_UNSUPPORTED {
+        CALLED_INSIDE.fetch_add(1, Ordering::SeqCst);
+    }
+    RELEASED.fetch_add(1, Ordering::SeqCst);
+}
+
+#[test]
+fn memory_of_the_callers_is_given_back_once() {
+    let (endpoint, layout) = (endpoint(c"registers"), opaque());
+    let length = (BLOCK_BYTES * BLOCKS) as usize;
+    let memory = Box::into_raw(Box::new(vec![7u8; length]));
+    let mut spec: kvx_region_spec = sized();
+    spec.address = unsafe { (*memory).as_mut_ptr().cast() };
+    (spec.length, spec.release_data) = (length as u64, memory.cast());
+    spec.release = Some(released);
+    let mut pool = 0;
+    let register = |spec: &kvx_region_spec, count, role, pool: &mut u64| unsafe {
+        kvx_pool_register(endpoint, layout, spec, count, role, pool)
+    };
+    // What is refused is not kept, and not given back.
+    for (change, status, says) in [
+        (
+            &(|spec: &mut kvx_region_spec| spec.length = 1) as &dyn Fn(&mut kvx_region_spec),
+            KVX_ERR_OUT_OF_BOUNDS,
+            "1 bytes",
+        ),
+        (&|spec| spec.length = u64::MAX, KVX_ERR_INVALID_ARGUMENT, "region"),
+        (
+            &|spec| spec.address = std::ptr::null_mut(),
+            KVX_ERR_INVALID_ARGUMENT,
+            "region 0",
+        ),
+        (&|spec| spec.memory = KVX_MEMORY_DEVICE, KVX_ERR_UNSUPPORTED, "device"),
+        (&|spec| spec.memory = 5, KVX_ERR_INVALID_ARGUMENT, "memory = 5"),
+    ] {
+        let mut changed = spec;
+        change(&mut changed);
+        refused(register(&changed, 1, KVX_ROLE_SERVE, &mut pool), status, says);
+        assert_eq!(pool, 0);
+    }
+    refused(register(&spec, 1, 0, &mut pool), KVX_ERR_INVALID_ARGUMENT, "role = 0");
+    refused(
+        register(&spec, 0, KVX_ROLE_SERVE, &mut pool),
+        KVX_ERR_INVALID_ARGUMENT,
+        "0 regions",
+    );
+    assert_eq!(RELEASED.load(Ordering::SeqCst), 0);
+
+    ok(register(&spec, 1, KVX_ROLE_SERVE, &mut pool));
+    let mut byte = 0u8;
+    ok(unsafe { kvx_pool_copy_out(pool, 0, BLOCKS - 1, BLOCK_BYTES - 1, (&raw mut byte).cast(), 1) });
+    assert_eq!(byte, 7);
+    let (mut info, mut all, mut count) = (sized::<kvx_region_info>(), [sized::<kvx_region_info>(); 2], 0);
+    unsafe {
+        ok(kvx_pool_region(pool, 0, &mut info));
+        ok(kvx_pool_regions(
+            pool,
+            all.as_mut_ptr(),
+            size_of::<kvx_region_info>(),
+            2,
+            &mut count,
+        ));
+    }
+    assert_eq!(
+        (info.address, info.length, count, all[0].address),
+        (spec.address, spec.length, 1, spec.address)
+    );
+    refused(
+        unsafe { kvx_pool_region(pool, 1, &mut info) },
+        KVX_ERR_OUT_OF_BOUNDS,
+        "region 1",
+    );
+
+    ok(kvx_pool_free(pool));
+    ok(kvx_layout_free(layout));
+    ok(kvx_endpoint_destroy(endpoint, LONG_MS));
+    assert_eq!(
+        (RELEASED.load(Ordering::SeqCst), CALLED_INSIDE.load(Ordering::SeqCst)),
+        (1, 1)
+    );
+}
+
+#[test]
+fn pools_are_closed_suspended_and_resumed() {
+    let pair = pair();
+    let (mut id, mut role, mut layout) = (9, 9, 0);
+    ok(unsafe { kvx_pool_id(pair.source, &mut id, &mut role) });
+    assert_eq!((id, role), (0, KVX_ROLE_BOTH));
+    ok(unsafe { kvx_pool_layout(pair.source, &mut layout) });
+    ok(kvx_layout_free(layout));
+    ok(kvx_pool_suspend(pair.source));
+    let none = std::ptr::null_mut();
+    refused(
+        unsafe { kvx_pool_id(pair.source, none, none) },
+        KVX_ERR_NOT_REGISTERED,
+        "suspended",
+    );
+    ok(kvx_pool_resume(pair.source));
+    let offer = pair.offer("holds the pool");
+    refused(kvx_pool_close(pair.source), KVX_ERR_BUSY, "");
+    refused(kvx_pool_close_wait(pair.source, 5), KVX_ERR_BUSY, "");
+    ok(kvx_handle_cancel(offer));
+    ok(kvx_pool_close_wait(pair.source, LONG_MS));
+    assert_eq!(end(offer).status, KVX_ERR_CANCELLED);
+    ok(kvx_handle_free(offer));
+    refused(kvx_pool_resume(pair.source), KVX_ERR_CLOSED, "closed");
+    let mut byte = 0u8;
+    let beyond = unsafe { kvx_pool_copy_out(pair.destination, 0, BLOCKS, 0, (&raw mut byte).cast(), 1) };
+    refused(beyond, KVX_ERR_OUT_OF_BOUNDS, "block 64");
+}
+
+#[test]
+fn a_request_from_offer_to_arrival() {
+    let pair = pair();
+    let (from, to) = ([3, 1, 7, 5], [60, 2, 40, 11]);
+    pair.compute(&from, 0x5a);
+    let claim = pair.claim("request");
+    let offer = pair.offer("request");
+    ok(unsafe { kvx_claim_fill(claim, &blocks(0, &to), 1) });
+    event(pair.decode, KVX_EVENT_MATCHED, 20);
+    for handle in [claim, offer] {
+        assert_eq!(unsafe { kvx_handle_poll(handle, std::ptr::null_mut()) }, KVX_PENDING);
+        let mut result = sized();
+        assert_eq!(unsafe { kvx_handle_wait(handle, 0, &mut result) }, KVX_PENDING);
+        assert_eq!(
+            (result.status, result.destination),
+            (KVX_PENDING, KVX_DESTINATION_QUARANTINED)
+        );
+        let mut waited = 0;
+        assert!(!text(|to, size| unsafe { kvx_handle_waiting_on(handle, to, size, &mut waited) }).is_empty());
+        assert_eq!(text(|to, size| unsafe { kvx_handle_error(handle, to, size) }), "");
+    }
+    unsafe {
+        ok(kvx_offer_append(offer, &blocks(0, &from[..1]), 1));
+        ok(kvx_offer_ready(offer, 0, 1, 0, 0));
+        ok(kvx_offer_append(offer, &blocks(1, &from[1..]), 1));
+        let mut part: kvx_part = sized();
+        (part.offer, part.first_token, part.token_end, part.layer_end) = (offer, 1, 3, 1);
+        ok(kvx_ready_many(pair.prefill, &part, 1));
+        refused(
+            kvx_ready_many(pair.decode, &part, 1),
+            KVX_ERR_INVALID_ARGUMENT,
+            "part 0",
+        );
+        refused(kvx_ready_many(pair.prefill, &part, 1), KVX_ERR_INVALID_ARGUMENT, "");
+        ok(kvx_ready_many(pair.prefill, null(), 0));
+    }
+    refused(
+        kvx_offer_ready(offer, 3, 4, 1 << 20, 0),
+        KVX_ERR_INVALID_ARGUMENT,
+        "first_layer",
+    );
+    ok(kvx_offer_finish(offer, 4));
+
+    let arrived = end(claim);
+    assert_eq!((arrived.status, arrived.bytes), (KVX_OK, 4 * u64::from(BLOCK_BYTES)));
+    pair.verify(&from, &to, 0x5a);
+    let released = end(offer);
+    assert_eq!((released.status, released.members), (KVX_OK, 1));
+    let (mut member, mut count, mut claimant) = (sized::<kvx_member>(), 0, kvx_id128::default());
+    unsafe {
+        ok(kvx_handle_members(
+            offer,
+            &mut member,
+            size_of::<kvx_member>(),
+            1,
+            &mut count,
+        ));
+        ok(kvx_endpoint_incarnation(pair.decode, &mut claimant));
+    }
+    assert_eq!((count, member.status, member.peer), (1, KVX_OK, claimant));
+    assert_eq!(
+        text(|to, size| unsafe { kvx_handle_member_error(offer, 0, to, size) }),
+        ""
+    );
+    let beyond = unsafe { kvx_handle_member_error(offer, 1, std::ptr::null_mut(), 0) };
+    refused(beyond, KVX_ERR_OUT_OF_BOUNDS, "member 1");
+    let (mut id, ended) = (0, event(pair.decode, KVX_EVENT_ENDED, 20));
+    ok(unsafe { kvx_handle_id(claim, &mut id) });
+    assert_eq!((ended.id, ended.error), (id, KVX_OK));
+    let waits = unsafe { kvx_handle_waiting_on(claim, std::ptr::null_mut(), 0, std::ptr::null_mut()) };
+    assert_eq!(waits, 0);
+    ok(kvx_handle_free(claim));
+    ok(kvx_handle_free(offer));
+}
+
+#[test]
+fn requests_that_end_badly() {
+    let pair = pair();
+    // Declined.
+    let (offer, claim) = (pair.offer("declined"), pair.claim("declined"));
+    ok(kvx_claim_decline(claim));
+    assert_eq!(end(claim).status, KVX_ERR_DECLINED);
+    refused(end(claim).status, KVX_ERR_DECLINED, "Declined");
+    assert_eq!(end(offer).status, KVX_ERR_DECLINED);
+    assert_eq!(event(pair.decode, KVX_EVENT_ENDED, 20).error, KVX_ERR_DECLINED);
+    for handle in [offer, claim] {
+        ok(kvx_handle_free(handle));
+    }
+    // Declined by one of two readers: the other has its bytes, and the offer a verdict of each.
+    let mut options: kvx_offer_options = sized();
+    options.readers = 2;
+    let (from, to, mut offer) = ([1], [2], 0);
+    ok(unsafe {
+        kvx_offer_open(
+            pair.prefill,
+            c"both".as_ptr().cast(),
+            4,
+            pair.source,
+            &options,
+            &mut offer,
+        )
+    });
+    let claims = [pair.claim("both"), pair.claim("both")];
+    ok(kvx_claim_decline(claims[0]));
+    assert_eq!(end(claims[0]).status, KVX_ERR_DECLINED);
+    unsafe {
+        ok(kvx_claim_fill(claims[1], &blocks(0, &to), 1));
+        ok(kvx_offer_append(offer, &blocks(0, &from), 1));
+    }
+    ok(kvx_offer_finish(offer, 1));
+    assert_eq!(end(claims[1]).status, KVX_OK);
+    assert_eq!((end(offer).status, end(offer).members), (KVX_OK, 2));
+    let (mut members, mut count) = ([sized::<kvx_member>(); 2], 0);
+    ok(unsafe { kvx_handle_members(offer, members.as_mut_ptr(), size_of::<kvx_member>(), 2, &mut count) });
+    let (declined, arrived) = match members[0].status {
+        KVX_ERR_DECLINED => (0, 1),
+        _ => (1, 0),
+    };
+    assert_eq!(
+        (members[declined].status, members[arrived].status, count),
+        (KVX_ERR_DECLINED, KVX_OK, 2)
+    );
+    let said = text(|to, size| unsafe { kvx_handle_member_error(offer, declined as u32, to, size) });
+    assert!(said.starts_with("Declined"), "{said}");
+    for handle in [offer, claims[0], claims[1]] {
+        ok(kvx_handle_free(handle));
+    }
+    // Retracted.
+    let (offer, claim) = (pair.offer("retracted"), pair.claim("retracted"));
+    let from = [1, 2];
+    unsafe {
+        ok(kvx_offer_append(offer, &blocks(0, &from), 1));
+        refused(kvx_offer_retract(offer, [9].as_ptr(), 1), KVX_ERR_INVALID_ARGUMENT, "");
+        ok(kvx_offer_retract(offer, from.as_ptr(), 2));
+    }
+    assert_eq!(end(offer).status, KVX_ERR_RETRACTED);
+    assert_eq!(end(claim).status, KVX_ERR_RETRACTED);
+    assert!(text(|to, size| unsafe { kvx_handle_error(claim, to, size) }).starts_with("Retracted"));
+    for handle in [offer, claim] {
+        ok(kvx_handle_free(handle));
+    }
+    // Restarted: the first attempt's bytes do not count.
+    let (offer, claim) = (pair.offer("restarted"), pair.claim("restarted"));
+    let (from, to) = ([11, 12], [21, 22]);
+    unsafe {
+        ok(kvx_claim_fill(claim, &blocks(0, &to), 1));
+        ok(kvx_offer_append(offer, &blocks(0, &from[..1]), 1));
+        ok(kvx_offer_ready(offer, 0, 1, 0, 0));
+    }
+    ok(kvx_offer_restart(offer));
+    while kvx_offer_voided(offer) == KVX_PENDING {}
+    ok(kvx_offer_voided(offer));
+    pair.compute(&from, 0x33);
+    ok(unsafe { kvx_offer_append(offer, &blocks(0, &from), 1) });
+    ok(kvx_offer_finish(offer, 2));
+    assert_eq!(end(claim).status, KVX_OK);
+    pair.verify(&from, &to, 0x33);
+    for handle in [offer, claim] {
+        ok(kvx_handle_free(handle));
+    }
+    // A deadline.
+    let mut options: kvx_offer_options = sized();
+    (options.deadline_ms, options.readers, options.priority, options.checksum) = (20, 2, 255, 1);
+    let mut offer = 0;
+    ok(unsafe {
+        kvx_offer_open(
+            pair.prefill,
+            c"late".as_ptr().cast(),
+            4,
+            pair.source,
+            &options,
+            &mut offer,
+        )
+    });
+    let ended = end(offer);
+    assert_eq!((ended.status, ended.retryable), (KVX_ERR_UNCLAIMED, 1));
+    ok(kvx_handle_free(offer));
+    // A handle that is let go: the request goes on without it.
+    let (offer, claim) = (pair.offer("detached"), pair.claim("detached"));
+    ok(unsafe { kvx_claim_fill(claim, &blocks(0, &to), 1) });
+    ok(unsafe { kvx_offer_append(offer, &blocks(0, &from), 1) });
+    ok(kvx_offer_finish(offer, 2));
+    ok(kvx_handle_detach(offer));
+    refused(kvx_handle_cancel(offer), KVX_ERR_INVALID_ARGUMENT, "freed");
+    assert_eq!(end(claim).status, KVX_OK);
+    ok(kvx_handle_free(claim));
+}
+
+#[test]
+fn grants_pushes_and_pulls() {
+    let pair = pair();
+    let (from, to) = ([3, 4, 5], [30, 31, 32]);
+    pair.compute(&from, 1);
+    let (sent, received) = (blocks(0, &from), blocks(0, &to));
+    let (mut owned, mut grant, mut transfer) = (0, 0, 0);
+    let mut options: kvx_grant_options = sized();
+    (options.deadline_ms, options.events, options.event_data) = (LONG_MS, 1, 77);
+    ok(unsafe { kvx_endpoint_incarnation(pair.prefill, &mut options.holder) });
+    unsafe {
+        ok(kvx_pool_grant(
+            pair.destination,
+            &target(&received),
+            &options,
+            &mut owned,
+        ));
+        ok(kvx_grant_handle_grant(owned, &mut grant));
+    }
+    let mut bytes = vec![0u8; 4096];
+    let length = unsafe { kvx_grant_bytes(grant, bytes.as_mut_ptr().cast(), bytes.len()) };
+    assert!(length > 0);
+    assert_eq!(unsafe { kvx_grant_bytes(grant, bytes.as_mut_ptr().cast(), 1) }, length);
+    ok(kvx_grant_free(grant));
+    ok(unsafe { kvx_grant_parse(bytes.as_ptr().cast(), length as usize, &mut grant) });
+    let mut info: kvx_grant_info = sized();
+    ok(unsafe { kvx_grant_describe(grant, &mut info) });
+    assert_eq!((info.access, info.pool), (KVX_ACCESS_WRITE, 0));
+    let cut = unsafe { kvx_grant_parse(bytes.as_ptr().cast(), length as usize - 1, &mut 0) };
+    refused(cut, KVX_ERR_INVALID_ARGUMENT, "grant");
+
+    let mut options: kvx_transfer_options = sized();
+    (options.message, options.message_length) = (c"with love".as_ptr().cast(), 9);
+    (options.checksum, options.events, options.event_data) = (1, 1, 88);
+    unsafe {
+        ok(kvx_push(
+            pair.prefill,
+            pair.source,
+            &target(&sent),
+            grant,
+            &options,
+            &mut transfer,
+        ));
+        assert_eq!(end(transfer).bytes, 3 * u64::from(BLOCK_BYTES));
+        let arrived = end(owned);
+        assert_eq!((arrived.status, arrived.message_length), (KVX_OK, 9));
+        let mut message = [0u8; 16];
+        assert_eq!(kvx_handle_message(owned, message.as_mut_ptr().cast(), 3), 9);
+        assert_eq!(message, [0; 16]);
+        assert_eq!(kvx_handle_message(owned, message.as_mut_ptr().cast(), 16), 9);
+        assert_eq!(&message[..9], b"with love");
+        assert_eq!(kvx_handle_message(transfer, message.as_mut_ptr().cast(), 16), 0);
+    }
+    pair.verify(&from, &to, 1);
+    event(pair.decode, KVX_EVENT_ENDED, 77);
+    event(pair.prefill, KVX_EVENT_ENDED, 88);
+    let mut path: kvx_path_info = sized();
+    ok(unsafe { kvx_transfer_path_info(transfer, &mut path) });
+    assert!(path.rails > 0 && path.rails <= path.rails_configured);
+    assert_eq!(unsafe { CStr::from_ptr(path.transport.as_ptr()) }, c"tcp");
+    assert!(text(|to, size| unsafe { kvx_transfer_path(transfer, to, size) }).starts_with("tcp, "));
+    // Used once.
+    let mut again = 0;
+    let twice = unsafe { kvx_push(pair.prefill, pair.source, &target(&sent), grant, null(), &mut again) };
+    if twice == KVX_OK {
+        assert_ne!(end(again).status, KVX_OK);
+        ok(kvx_handle_free(again));
+    }
+    ok(kvx_grant_free(grant));
+    for handle in [transfer, owned] {
+        ok(kvx_handle_free(handle));
+    }
+
+    // The other way, by descriptors; and a grant is for one direction only.
+    let piece = |block| kvx_descriptor {
+        plane: 0,
+        block,
+        offset: 512,
+        length: 1024,
+    };
+    let mut read: kvx_target = sized();
+    let (there, here) = (piece(4), piece(50));
+    (read.descriptors, read.descriptor_count) = (&there, 1);
+    unsafe {
+        ok(kvx_pool_serve(pair.source, &read, null(), &mut owned));
+        ok(kvx_grant_handle_grant(owned, &mut grant));
+        ok(kvx_grant_describe(grant, &mut info));
+        assert_eq!(info.access, KVX_ACCESS_READ);
+        read.descriptors = &here;
+        let wrong = kvx_push(pair.decode, pair.destination, &read, grant, null(), &mut transfer);
+        refused(wrong, KVX_ERR_INVALID_ARGUMENT, "pull from it");
+        let message = kvx_pull(pair.decode, grant, pair.destination, &read, &options, &mut transfer);
+        refused(message, KVX_ERR_INVALID_ARGUMENT, "message");
+        ok(kvx_pull(
+            pair.decode,
+            grant,
+            pair.destination,
+            &read,
+            null(),
+            &mut transfer,
+        ));
+        assert_eq!(end(transfer).bytes, 1024);
+        assert_eq!(end(owned).status, KVX_OK);
+        let mut byte = 0u8;
+        ok(kvx_pool_copy_out(
+            pair.destination,
+            0,
+            50,
+            512,
+            (&raw mut byte).cast(),
+            1,
+        ));
+        assert_eq!(byte, 4 ^ 1);
+        (read.groups, read.group_count) = (&sent, 1);
+        let both = kvx_pool_serve(pair.source, &read, null(), &mut 0);
+        refused(both, KVX_ERR_INVALID_ARGUMENT, "descriptors and groups");
+    }
+    ok(kvx_grant_free(grant));
+    for handle in [transfer, owned] {
+        ok(kvx_handle_free(handle));
+    }
+}
+
+#[test]
+fn scopes_say_which_layers_and_heads() {
+    let (prefill, decode) = (endpoint(c"prefill-0"), endpoint(c"decode-0"));
+    let mut spec: kvx_preset_spec = sized();
+    spec.models_toml = c"[[model]]\nname = \"mine\"\ndtype = \"f16\"\n[[model.group]]\nname = \"attention\"\n\
+        kind = \"attention\"\nlayers = [{ first = 0, end = 4 }]\nkv_heads = 4\nhead_size = 8\n"
+        .as_ptr();
+    (spec.model, spec.tokens_per_block, spec.blocks) = (c"mine".as_ptr(), 16, 4);
+    let (mut layout, mut source, mut destination) = (0, 0, 0);
+    unsafe {
+        ok(kvx_layout_preset(&spec, &mut layout));
+        ok(kvx_pool_allocate(prefill, layout, KVX_ROLE_SERVE, &mut source));
+        ok(kvx_pool_allocate(decode, layout, KVX_ROLE_RECEIVE, &mut destination));
+    }
+    let block = [2u32];
+    let mut selection = blocks(0, &block);
+    selection.token_end = 16;
+    let (layers, heads) = ([1u16, 3], [kvx_head_range { first: 2, end: 4 }]);
+    let mut target = target(&selection);
+    (target.layers, target.layer_count) = (layers.as_ptr(), 2);
+    (target.heads, target.head_count) = (heads.as_ptr(), 1);
+    let (mut owned, mut grant, mut transfer) = (0, 0, 0);
+    unsafe {
+        ok(kvx_pool_grant(destination, &target, null(), &mut owned));
+        ok(kvx_grant_handle_grant(owned, &mut grant));
+        ok(kvx_push(prefill, source, &target, grant, null(), &mut transfer));
+    }
+    // Layers, K and V, tokens, heads, elements, bytes.
+    assert_eq!(end(transfer).bytes, 2 * 2 * 16 * 2 * 8 * 2);
+    assert_eq!(end(owned).status, KVX_OK);
+    for handle in [transfer, owned] {
+        ok(kvx_handle_free(handle));
+    }
+    ok(kvx_grant_free(grant));
+    ok(kvx_layout_free(layout));
+    for (endpoint, pool) in [(prefill, source), (decode, destination)] {
+        ok(kvx_pool_free(pool));
+        ok(kvx_endpoint_destroy(endpoint, LONG_MS));
+    }
+}
+
+#[test]
+fn events_come_in_batches_with_a_descriptor() {
+    let pair = pair();
+    let mut fd = -1;
+    ok(unsafe { kvx_events_fd(pair.prefill, &mut fd) });
+    let readable = || {
+        let mut polled = libc::pollfd {
+            fd,
+            events: libc::POLLIN,
+            revents: 0,
+        };
+        unsafe { libc::poll(&mut polled, 1, 0) == 1 }
+    };
+    assert_eq!(kvx_events_wait(pair.prefill, 1), KVX_PENDING);
+    assert!(!readable());
+    let offers: Vec<_> = (0..5).map(|number| pair.offer(&format!("offer {number}"))).collect();
+    for &offer in &offers {
+        ok(kvx_handle_cancel(offer));
+        end(offer);
+    }
+    ok(kvx_events_wait(pair.prefill, LONG_MS));
+    assert!(readable());
+    // A caller of a later version has larger elements: what it knows beyond this one is zero.
+    let size = size_of::<kvx_event>() + 16;
+    let (mut buffer, mut count, mut seen) = (vec![0xffu8; size * 3], 0, 0);
+    while seen < 5 {
+        ok(kvx_events_wait(pair.prefill, LONG_MS));
+        ok(unsafe { kvx_events_drain(pair.prefill, buffer.as_mut_ptr().cast(), size, 3, &mut count) });
+        assert!(count <= 3);
+        for element in buffer.chunks(size).take(count) {
+            let event = unsafe { element.as_ptr().cast::<kvx_event>().read_unaligned() };
+            assert_eq!((event.struct_size as usize, event.kind), (size, KVX_EVENT_ENDED));
+            assert_eq!((event.error, event.data), (KVX_ERR_CANCELLED, 10));
+            assert_eq!(element[size_of::<kvx_event>()..], [0; 16]);
+            seen += 1;
+        }
+    }
+    assert!(!readable());
+    ok(unsafe { kvx_events_drain(pair.prefill, std::ptr::null_mut(), size, 0, &mut count) });
+    assert_eq!(count, 0);
+    for offer in offers {
+        ok(kvx_handle_free(offer));
+    }
+}
+
+#[test]
+fn drained_and_closed_endpoints_say_so() {
+    let pair = pair();
+    let offer = pair.offer("open");
+    refused(
+        kvx_endpoint_drain(pair.prefill, 5),
+        KVX_ERR_DEADLINE_EXCEEDED,
+        "1 handles",
+    );
+    ok(kvx_handle_cancel(offer));
+    ok(kvx_endpoint_drain(pair.prefill, LONG_MS));
+    ok(kvx_endpoint_close(pair.prefill, LONG_MS));
+    ok(kvx_endpoint_close(pair.prefill, LONG_MS));
+    let mut refused_offer = 7;
+    let closed = unsafe {
+        kvx_offer_open(
+            pair.prefill,
+            c"k".as_ptr().cast(),
+            1,
+            pair.source,
+            null(),
+            &mut refused_offer,
+        )
+    };
+    refused(closed, KVX_ERR_CLOSED, "");
+    assert_eq!(refused_offer, 0);
+    ok(kvx_handle_free(offer));
+}
+
+/// A thread that waits keeps what it waits for, whoever frees the handle meanwhile.
+#[test]
+fn a_handle_may_be_freed_under_a_call() {
+    let pair = Arc::new(pair());
+    let offer = pair.offer("waited for");
+    let waiting = std::thread::spawn(move || unsafe { kvx_handle_wait(offer, LONG_MS, std::ptr::null_mut()) });
+    std::thread::sleep(std::time::Duration::from_millis(20));
+    ok(kvx_handle_cancel(offer));
+    ok(kvx_handle_free(offer));
+    let status = waiting.join().unwrap();
+    // It waited for the end, or it came too late.
+    assert!(
+        matches!(status, KVX_ERR_CANCELLED | KVX_ERR_INVALID_ARGUMENT),
+        "{status}"
+    );
+}

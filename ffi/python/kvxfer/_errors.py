@@ -244,3 +244,7 @@ _BY_KIND: "dict[str, type[Error]]" = {
         Internal,
     )
 }
+
+for _error in (Error, *_BY_KIND.values()):
+    # Where users find them, for tracebacks and pickles.
+    _error.__module__ = "kvxfer"

@@ -296,7 +296,9 @@ def test_the_exceptions_are_those_of_rust():
     for name, number, retryable in kinds:
         error = getattr(kvxfer, name)
         assert (error.kind, error.number, error.retryable) == (name, number, retryable)
-        made = error("what: why", "written")
+        made = error("what: why")
+        assert made.destination == "untouched"
+        made.destination = "written"
         again = pickle.loads(pickle.dumps(made))
         assert type(again) is error and str(again) == "what: why" and again.destination == "written"
         assert error.__module__ == "kvxfer" and error.__doc__

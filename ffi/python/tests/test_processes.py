@@ -37,6 +37,7 @@ def test_a_push_to_another_process(worker, endpoint):
     push = here.push(pool, (0, 4, range(4)), grant, message=b"hello")
     assert push.wait(WAIT).bytes == 4 * BLOCK
     assert granter.says() == f"{4 * BLOCK} hello"
+    granter.tell("the verdict is here")
     assert granter.ends() == 0
 
 

@@ -50,6 +50,14 @@ def decode(address, key, count):
         claim.fill((0, count, list(range(count))))
         say(claim.wait(WAIT).bytes)
         say("right" if (memory == pattern(count)).all() else "wrong")
+        wait_for_goodbye(endpoint)
+
+
+def wait_for_goodbye(endpoint):
+    """Stays until the peer has heard the verdict and gone: who closes first may leave the other without it."""
+    end = time.monotonic() + WAIT
+    while any(peer.state in ("ready", "interrupted") for peer in endpoint.peers()) and time.monotonic() < end:
+        time.sleep(0.01)
 
 
 def granter(count):
@@ -61,6 +69,7 @@ def granter(count):
         say(bytes(handle.grant).hex())
         arrival = handle.wait(WAIT)
         say(f"{arrival.bytes} {arrival.message.decode()}")
+        sys.stdin.readline()
 
 
 def exit_with(state):

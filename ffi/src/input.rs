@@ -414,10 +414,7 @@ mod tests {
         let odd = unsafe { array("blocks", (&raw const one).byte_add(1), 1) };
         assert!(odd.unwrap_err().to_string().contains("aligned"));
         // SAFETY: nothing is read of nothing.
-        assert!(
-            unsafe { array("blocks", std::ptr::null::<u32>(), 0) }
-                .unwrap()
-                .is_empty()
-        );
+        let nothing = unsafe { array("blocks", std::ptr::null::<u32>(), 0) };
+        assert!(nothing.unwrap().is_empty());
     }
 }

@@ -1,5 +1,7 @@
 //! The C examples compile without a warning, as C and as C++, and both processes do what they say.
 
+#![allow(clippy::print_stdout)] // what is skipped
+
 #[path = "support/c.rs"]
 mod c;
 

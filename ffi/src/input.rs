@@ -224,7 +224,7 @@ pub(crate) unsafe fn array<'a, T: Copy>(what: &str, pointer: *const T, count: us
 /// Bytes.
 ///
 /// # Safety
-/// As [`array`].
+/// As [`array()`].
 pub(crate) unsafe fn bytes<'a>(what: &str, pointer: *const c_void, length: usize) -> Result<&'a [u8]> {
     // SAFETY: the caller's word.
     unsafe { array(what, pointer.cast::<u8>(), length) }
@@ -233,7 +233,7 @@ pub(crate) unsafe fn bytes<'a>(what: &str, pointer: *const c_void, length: usize
 /// Bytes of something that is never longer than `max`: a wrong length is refused before anything is believed of it.
 ///
 /// # Safety
-/// As [`array`].
+/// As [`array()`].
 pub(crate) unsafe fn short_bytes<'a>(
     what: &str,
     pointer: *const c_void,

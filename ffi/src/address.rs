@@ -5,7 +5,7 @@ use std::ffi::{c_char, c_void};
 use kvxfer::{EndpointAddress, Incarnation, Result};
 
 use crate::call::call;
-use crate::input::{self, VALUE_BYTES_MAX, grows};
+use crate::input::{self, PORTABLE_BYTES_MAX, VALUE_BYTES_MAX, grows};
 use crate::output::{Out, OutBytes, OutStruct, OutText};
 use crate::status::kvx_status;
 use crate::table;
@@ -83,7 +83,12 @@ pub unsafe extern "C" fn kvx_address_from_bytes(
 ) -> kvx_status {
     call(|| {
         // SAFETY: the caller's pointers, as the crate's contract says.
-        let (out, bytes) = unsafe { (Out::handle("address", address)?, input::bytes("bytes", bytes, length)?) };
+        let (out, bytes) = unsafe {
+            (
+                Out::handle("address", address)?,
+                input::short_bytes("an address", bytes, length, PORTABLE_BYTES_MAX)?,
+            )
+        };
         out.put(table::insert(EndpointAddress::from_bytes(bytes)?)?);
         Ok(())
     })

@@ -12,7 +12,7 @@ use crate::address::kvx_id128;
 use crate::call::{Length, call};
 use crate::endpoint::kvx_endpoint;
 use crate::handle::Held;
-use crate::input::{self, flag, grows, narrow};
+use crate::input::{self, MESSAGE_BYTES_MAX, PORTABLE_BYTES_MAX, flag, grows, narrow};
 use crate::output::{Out, OutBytes, OutStruct, OutText};
 use crate::pool::kvx_pool;
 use crate::selection::{kvx_target, target};
@@ -167,7 +167,12 @@ pub unsafe extern "C" fn kvx_grant_bytes(grant: kvx_grant, buffer: *mut c_void, 
 pub unsafe extern "C" fn kvx_grant_parse(bytes: *const c_void, length: usize, grant: *mut kvx_grant) -> kvx_status {
     call(|| {
         // SAFETY: the caller's pointers, as the crate's contract says.
-        let (out, bytes) = unsafe { (Out::handle("grant", grant)?, input::bytes("bytes", bytes, length)?) };
+        let (out, bytes) = unsafe {
+            (
+                Out::handle("grant", grant)?,
+                input::short_bytes("a grant", bytes, length, PORTABLE_BYTES_MAX)?,
+            )
+        };
         out.put(table::insert(Grant::from_bytes(bytes)?)?);
         Ok(())
     })
@@ -218,7 +223,7 @@ pub unsafe extern "C" fn kvx_push(
         // SAFETY: the caller's pointers, as the crate's contract says.
         let (out, source, options, message) = unsafe {
             let options = input::options(options)?;
-            let message = input::bytes("message", options.message, options.message_length)?;
+            let message = input::short_bytes("a message", options.message, options.message_length, MESSAGE_BYTES_MAX)?;
             (Out::handle("transfer", transfer)?, target(source)?, options, message)
         };
         let (found, pool) = (table::get::<Endpoint>(endpoint)?, table::get::<Pool>(pool)?);

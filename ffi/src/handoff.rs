@@ -8,7 +8,7 @@ use crate::address::{addresses, kvx_address, kvx_id128};
 use crate::call::{Status, call};
 use crate::endpoint::kvx_endpoint;
 use crate::handle::Held;
-use crate::input::{self, flag, grows, narrow};
+use crate::input::{self, KEY_BYTES_MAX, flag, grows, narrow};
 use crate::output::Out;
 use crate::pool::kvx_pool;
 use crate::selection::{kvx_group_selection, selection};
@@ -105,7 +105,7 @@ pub unsafe extern "C" fn kvx_offer_open(
         let (out, key, options) = unsafe {
             (
                 Out::handle("offer", offer)?,
-                input::bytes("key", key, key_length)?,
+                input::short_bytes("a key", key, key_length, KEY_BYTES_MAX)?,
                 input::options(options)?,
             )
         };
@@ -241,7 +241,7 @@ pub unsafe extern "C" fn kvx_claim_open(
         let (out, key, sources, options) = unsafe {
             (
                 Out::handle("claim", claim)?,
-                input::bytes("key", key, key_length)?,
+                input::short_bytes("a key", key, key_length, KEY_BYTES_MAX)?,
                 addresses(sources, source_count)?,
                 input::options(options)?,
             )

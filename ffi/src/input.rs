@@ -13,6 +13,12 @@ pub(crate) const STRUCT_BYTES_MAX: usize = 4096;
 pub(crate) const NAME_BYTES_MAX: usize = 256;
 /// Values of settings, paths of files.
 pub(crate) const VALUE_BYTES_MAX: usize = 4096;
+/// Keys of requests.
+pub(crate) const KEY_BYTES_MAX: usize = 256;
+/// Messages of pushes.
+pub(crate) const MESSAGE_BYTES_MAX: usize = 64 << 10;
+/// Grants and addresses in their portable forms.
+pub(crate) const PORTABLE_BYTES_MAX: usize = 4 << 20;
 /// Configurations and models as text.
 pub(crate) const TOML_BYTES_MAX: usize = 1 << 20;
 
@@ -218,10 +224,31 @@ pub(crate) unsafe fn array<'a, T: Copy>(what: &str, pointer: *const T, count: us
 /// Bytes.
 ///
 /// # Safety
-/// As [`array`].
+/// As [`array()`].
 pub(crate) unsafe fn bytes<'a>(what: &str, pointer: *const c_void, length: usize) -> Result<&'a [u8]> {
     // SAFETY: the caller's word.
     unsafe { array(what, pointer.cast::<u8>(), length) }
+}
+
+/// Bytes of something that is never longer than `max`: a wrong length is refused before anything is believed of it.
+///
+/// # Safety
+/// As [`array()`].
+pub(crate) unsafe fn short_bytes<'a>(
+    what: &str,
+    pointer: *const c_void,
+    length: usize,
+    max: usize,
+) -> Result<&'a [u8]> {
+    if length > max {
+        return Err(
+            Error::new(ErrorKind::InvalidArgument, format!("{what} of {length} bytes"))
+                .because(format!("it has at most {max}"))
+                .remedy("pass its length in bytes"),
+        );
+    }
+    // SAFETY: the caller's word.
+    unsafe { bytes(what, pointer, length) }
 }
 
 /// Whether an array can be where it is said to be.
@@ -387,10 +414,7 @@ mod tests {
         let odd = unsafe { array("blocks", (&raw const one).byte_add(1), 1) };
         assert!(odd.unwrap_err().to_string().contains("aligned"));
         // SAFETY: nothing is read of nothing.
-        assert!(
-            unsafe { array("blocks", std::ptr::null::<u32>(), 0) }
-                .unwrap()
-                .is_empty()
-        );
+        let nothing = unsafe { array("blocks", std::ptr::null::<u32>(), 0) };
+        assert!(nothing.unwrap().is_empty());
     }
 }

@@ -6,9 +6,9 @@
 //!
 //! | module | what it is for |
 //! | --- | --- |
-//! | [`table`] | handles: numbers with a kind, a generation and a place, looked up on every call |
-//! | [`call`] | the border: panics are caught, errors kept per thread, forked children turned away |
-//! | [`input`], [`output`] | pointers, lengths, texts and structs of the caller's |
+//! | `table` | handles: numbers with a kind, a generation and a place, looked up on every call |
+//! | `call` | the border: panics are caught, errors kept per thread, forked children turned away |
+//! | `input`, `output` | pointers, lengths, texts and structs of the caller's |
 //! | the others | the functions, by subject |
 //!
 //! # Safety

@@ -56,7 +56,7 @@ def test_examples_are_typed():
 
 def test_the_stubs_are_the_module():
     allowlist = HERE / "stubtest-allowlist.txt"
-    run("mypy.stubtest", "kvxfer", "--allowlist", allowlist, "--ignore-unused-allowlist", "--concise")
+    run("mypy.stubtest", "kvxfer._kvxfer", "--allowlist", allowlist, "--ignore-unused-allowlist", "--concise")
 
 
 def public(thing):

@@ -2,6 +2,7 @@
 
 import array
 import math
+import sys
 
 import numpy as np
 import pytest
@@ -242,7 +243,9 @@ def test_bad_input(world, call, error, words):
     import pathlib
 
     names = {**globals(), **world, "pathlib": pathlib}
-    with pytest.raises(error, match=words or None) as caught:
+    # Before 3.11 exceptions have no notes, which is where the names of arguments are.
+    told = words if words and not (error is TypeError and sys.version_info < (3, 11)) else None
+    with pytest.raises(error, match=told) as caught:
         eval(call, names)  # the table above is the only source
     if isinstance(caught.value, kvxfer.Error):
         assert caught.value.kind == type(caught.value).__name__ and len(str(caught.value)) > 10

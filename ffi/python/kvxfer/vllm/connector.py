@@ -127,8 +127,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
             self._kv_cache_config, model.get_total_num_kv_heads(), place.tensor_rank, place.tensor_size
         )
         views = {name: view_of(tensor) for name, tensor in kv_caches.items()}
-        inner = inner_order(self._settings.block_order, specs, kv_caches, self._vllm_config)
-        self._worker.register(CacheLayout(specs, views, inner))
+        inner, tag = inner_order(self._settings.block_order, specs, kv_caches, self._vllm_config)
+        self._worker.register(CacheLayout(specs, views, inner, tag))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This worker's address, for the scheduler."""

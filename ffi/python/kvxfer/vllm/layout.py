@@ -232,9 +232,15 @@ def _check_sizes(view: TensorView, spec: GroupSpec, layer: str) -> None:
 class CacheLayout:
     """A worker's whole cache: groups, planes and regions."""
 
-    def __init__(self, specs: Sequence[GroupSpec], views: Mapping[str, TensorView], inner: str = "plain"):
-        """Raises `LayoutError`, naming the layer and what does not fit."""
+    def __init__(
+        self, specs: Sequence[GroupSpec], views: Mapping[str, TensorView], inner: str = "plain", tag: str = ""
+    ):
+        """`tag` is appended to the layers' ids.
+
+        Raises `LayoutError`, naming the layer and what does not fit.
+        """
         self.specs = list(specs)
+        self.tag = tag
         self.inner = inner
         self.planes: list[PlaneSpec] = []
         #: Pieces of a scheduler's block: kernels may see one as several smaller ones.
@@ -283,7 +289,7 @@ class CacheLayout:
             groups.append(kvxfer.Group(spec.name, geometry, blocks=blocks, window=spec.window))
         planes = [
             kvxfer.Plane(
-                layer=plane.layer,
+                layer=plane.layer + self.tag,
                 kind=plane.kind,
                 group=plane.group,
                 region=plane.region,
@@ -319,7 +325,7 @@ class CacheLayout:
         words = []
         for number, (spec, blocks, ratio) in enumerate(zip(self.specs, self.blocks, self.ratios)):
             mine = [plane for plane in self.planes if plane.group == number]
-            order = mine[0].order if isinstance(mine[0].order, str) else ",".join(mine[0].order)
+            order = mine[0].order + self.tag if isinstance(mine[0].order, str) else ",".join(mine[0].order)
             heads = "" if spec.kind == "latent" else f" heads {spec.local_heads()} of {spec.kv_heads},"
             words.append(
                 f"{spec.name}: {len(spec.layers)} layers, {blocks} blocks of {spec.block_size // ratio} tokens, "

@@ -144,7 +144,7 @@ class Worker:
         self.cache = cache
         layout = cache.build(kvxfer)
         self.pool = self.endpoint.register(layout, cache.regions(), role=self.role)
-        self._layer_numbers = {name: number for number, name in enumerate(layout.layers)}
+        self._layer_numbers = {name.removesuffix(cache.tag): number for number, name in enumerate(layout.layers)}
         logger.info(
             "kvxfer %s: worker %d of %d, endpoint %s (%s), pool for %s: %s",
             kvxfer.__version__,

@@ -349,7 +349,7 @@ class Worker:
     def _fail_offer(self, request_id: str, error: Any) -> None:
         self.counters.add("offers_failed")
         level = logger.debug if error.kind == "Cancelled" else logger.warning
-        level("kvxfer: %s: its KV is not handed over: %s", request_id, error)
+        level("kvxfer: %s: its KV is not handed over: %s", request_id, _reason(error))
 
     def _settle_offer(self, request_id: str, offer: OpenOffer) -> None:
         """Reports, or forgets, an offer that has ended."""
@@ -377,7 +377,7 @@ class Worker:
                 events=claim.number,
             )
         except (kvxfer.Error, ValueError) as error:
-            claim.failure = str(error)
+            claim.failure = _reason(error)
             return
         self._handles[claim.number] = (open_.request_id, claim)
         self.counters.add("claims_opened")
@@ -396,7 +396,7 @@ class Worker:
             except kvxfer.Error as error:
                 if claim.handle.done():
                     return  # Its event says why, and is reported then.
-                claim.failure = str(error)
+                claim.failure = _reason(error)
                 claim.handle.cancel()
                 return  # Nothing was written; the end is reported when it comes.
         del self._claims[fill.request_id]
@@ -442,18 +442,18 @@ class Worker:
     def _claim_failed(self, request_id: str, claim: OpenClaim, error: Any) -> None:
         if not claim.filled:
             # vLLM has no use for it before the request has blocks.
-            claim.failure = str(error)
+            claim.failure = _reason(error)
             return
         if error.destination == "quarantined":
             # Something may still write into the blocks: they are not given back, and the request stays as it is.
             self.counters.add("claims_quarantined")
-            logger.error("kvxfer: %s: its blocks are kept: %s", request_id, error)
+            logger.error("kvxfer: %s: its blocks are kept: %s", request_id, _reason(error))
             return
         del self._claims[request_id]
         if claim.aborted:
             self._reports.received.add(request_id)
         else:
-            self._report_failed(request_id, claim.failure or str(error))
+            self._report_failed(request_id, claim.failure or _reason(error))
 
     def _report_failed(self, request_id: str, why: str) -> None:
         self.counters.add("claims_failed")
@@ -509,3 +509,8 @@ class Worker:
     def _selection(self, groups: Sequence[GroupTokens]) -> list[tuple[int, int, list[int]]]:
         assert self.cache is not None
         return self.cache.selection(groups)
+
+
+def _reason(error: Exception) -> str:
+    """The kind of the error, and what it says."""
+    return f"{getattr(error, 'kind', type(error).__name__)}: {error}"

@@ -57,7 +57,9 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: Worker | None = None
         check_parallel(vllm_config.parallel_config)
         if role == KVConnectorRole.SCHEDULER:
-            self._scheduler = Scheduler(self._settings, tables_of(kv_cache_config), self._engine_id)
+            self._scheduler = Scheduler(
+                self._settings, tables_of(kv_cache_config), self._engine_id, offers=transfer.is_kv_producer
+            )
             logger.info(
                 "kvxfer: %s, kv_load_failure_policy %s, layerwise %s, preemption %s",
                 transfer.kv_role,

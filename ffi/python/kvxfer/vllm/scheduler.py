@@ -97,8 +97,10 @@ class Load:
 class Scheduler:
     """Turns what vLLM's scheduler does into messages for the workers."""
 
-    def __init__(self, settings: Settings, tables: Tables, engine_id: str):
+    def __init__(self, settings: Settings, tables: Tables, engine_id: str, offers: bool = True):
+        """`offers`: whether this server's KV can be claimed."""
         self.settings = settings
+        self.offers = offers
         self.tables = tables
         self.engine_id = engine_id
         self.addresses: list[str] = []
@@ -114,6 +116,8 @@ class Scheduler:
         """What the workers said, by (pipeline rank, tensor rank)."""
         ordered = [handshakes[rank] for rank in sorted(handshakes)]
         self.addresses = [handshake.address for handshake in ordered]
+        if not self.offers:
+            return
         logger.info(
             "kvxfer: engine %s can be claimed from, remote_addresses %s; layout: %s",
             self.engine_id,

@@ -365,6 +365,7 @@ class Worker:
     def _open_claim(self, open_: ClaimOpen) -> None:
         claim = OpenClaim(next(self._numbers))
         self._claims[open_.request_id] = claim
+        self.counters.add("claims_opened")
         try:
             addresses = [kvxfer.EndpointAddress(address) for address in open_.addresses]
             claim.handle = self.endpoint.claim(
@@ -380,7 +381,6 @@ class Worker:
             claim.failure = _reason(error)
             return
         self._handles[claim.number] = (open_.request_id, claim)
-        self.counters.add("claims_opened")
 
     def _fill(self, fill: ClaimFill) -> None:
         claim = self._claims.get(fill.request_id)
@@ -400,7 +400,7 @@ class Worker:
                 claim.handle.cancel()
                 return  # Nothing was written; the end is reported when it comes.
         del self._claims[fill.request_id]
-        self._report_failed(fill.request_id, claim.failure)
+        self._fail_claim(fill.request_id, claim.failure)
 
     def _decline(self, request_id: str) -> None:
         claim = self._claims.pop(request_id, None)
@@ -451,12 +451,16 @@ class Worker:
             return
         del self._claims[request_id]
         if claim.aborted:
+            self.counters.add("claims_aborted")
             self._reports.received.add(request_id)
         else:
-            self._report_failed(request_id, claim.failure or _reason(error))
+            self._fail_claim(request_id, claim.failure or _reason(error))
+
+    def _fail_claim(self, request_id: str, why: str) -> None:
+        self.counters.add("claims_failed")
+        self._report_failed(request_id, why)
 
     def _report_failed(self, request_id: str, why: str) -> None:
-        self.counters.add("claims_failed")
         logger.warning("kvxfer: %s: its KV was not received: %s", request_id, why)
         self._reports.received.add(request_id)
         self._reports.failed.add(request_id)

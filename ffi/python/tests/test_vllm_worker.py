@@ -367,6 +367,26 @@ def test_one_prefill_for_several_readers(ranks):
     decode.until(lambda rank: rank.failed == ["d-2"])
 
 
+def test_what_nobody_claims_is_given_up_and_only_then(ranks, caplog):
+    prefill, decode = ranks("serve", unclaimed_seconds=1), ranks("receive")
+    for name, block in (("p", 3), ("q", 4), ("r", 5)):
+        prefill.offer(name, 0, 32, [block], finish=32)
+    decode.claim("d", [prefill], key="q")  # Met, though not filled: it is not given up.
+    prefill.until(lambda rank: rank.worker._offers["q"].matched)
+    began = time.monotonic()
+    prefill.step(offer_ends=[OfferEnd(name, name, cancel=False, report=True) for name in ("p", "q")])
+    prefill.until(lambda rank: rank.sent)
+    assert time.monotonic() - began >= 1
+    time.sleep(0.2)
+    # r still computes, as far as is known here.
+    assert prefill.poll().sent == ["p"] and prefill.counted["offers_unclaimed"] == 1
+    assert "unclaimed_seconds" in caplog.text
+    decode.fill("d", 0, 32, [0])
+    decode.until(lambda rank: rank.received)
+    assert decode.failed == []
+    prefill.until(lambda rank: rank.sent == ["p", "q"])
+
+
 def test_packed_blocks_of_another_size_are_refused_with_the_reason(ranks, caplog):
     prefill, decode = ranks("serve"), ranks("receive", tokens=64)
     prefill.offer("p", 0, 64, [3, 4], finish=64)

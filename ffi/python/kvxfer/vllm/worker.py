@@ -78,6 +78,8 @@ class OpenOffer:
     report: bool = False
     #: The scheduler knows it no more.
     forgotten: bool = False
+    #: When it is given up if nobody has claimed it: set once its prompt is computed.
+    unclaimed_at: float | None = None
     #: Layers released in the current step, as far as they went one by one.
     layers_out: int = 0
 
@@ -124,6 +126,8 @@ class Worker:
         # By the number that a handle's events carry; handles stay here until they have ended.
         self._handles: dict[int, tuple[str, OpenOffer | OpenClaim]] = {}
         self._reports = Reports()
+        # Computed, and waiting to be claimed.
+        self._unclaimed: dict[str, OpenOffer] = {}
 
     # ------------------------------------------------------------------------------------------ at the start
 
@@ -239,7 +243,13 @@ class Worker:
         self._offers[request_id] = offer
         try:
             offer.handle = self.endpoint.offer(
-                key, self.pool, readers=readers, checksum=self.settings.checksum, events=offer.number
+                key,
+                self.pool,
+                readers=readers,
+                # kvxfer's own deadline for unmatched offers would count the time that prefill computes.
+                deadline=float(self.settings.hold_seconds),
+                checksum=self.settings.checksum,
+                events=offer.number,
             )
         except kvxfer.Error as error:
             offer.ended = True
@@ -328,7 +338,28 @@ class Worker:
             if offer.matched:
                 self.counters.add("aborts_in_flight")
             offer.handle.cancel()
+        elif not offer.ended and not offer.matched:
+            offer.unclaimed_at = time.monotonic() + self.settings.unclaimed_seconds
+            self._unclaimed[end.request_id] = offer
         self._settle_offer(end.request_id, offer)
+
+    def _give_up_unclaimed(self) -> None:
+        now = time.monotonic()
+        for request_id, offer in list(self._unclaimed.items()):
+            if offer.ended or offer.matched:
+                del self._unclaimed[request_id]
+            elif offer.unclaimed_at is not None and now >= offer.unclaimed_at:
+                del self._unclaimed[request_id]
+                self.counters.add("offers_unclaimed")
+                logger.warning(
+                    "kvxfer: %s: nobody claimed its KV within %d s (unclaimed_seconds) after it was computed: its blocks "
+                    "are freed; check that decode was given its transfer_id and this server's addresses",
+                    request_id,
+                    self.settings.unclaimed_seconds,
+                )
+                offer.handle.cancel()
+            else:
+                break  # In the order of their times.
 
     def _offer_ended(self, request_id: str, offer: OpenOffer) -> None:
         offer.ended = True
@@ -473,6 +504,8 @@ class Worker:
             while events := self.endpoint.events.drain(1024):
                 for event in events:
                     self._on_event(event)
+            if self._unclaimed:
+                self._give_up_unclaimed()
         reports, self._reports = self._reports, Reports()
         return reports
 
@@ -508,6 +541,7 @@ class Worker:
             logger.warning("kvxfer: closing endpoint %s: %s", self.name, error)
         self._handles.clear()
         self._offers.clear()
+        self._unclaimed.clear()
         self._claims.clear()
 
     def _selection(self, groups: Sequence[GroupTokens]) -> list[tuple[int, int, list[int]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -95,7 +96,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxferStats:
         """Statistics from what a worker or the scheduler sent."""
-        return KvxferStats(data=data) if data else KvxferStats()
+        # Copied: vLLM's loggers add to what they get, and share one payload.
+        return KvxferStats(data=copy.deepcopy(data)) if data else KvxferStats()
 
     @classmethod
     def build_prom_metrics(

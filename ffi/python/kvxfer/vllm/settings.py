@@ -40,7 +40,7 @@ class Settings:
     #: ``auto``: packed where vLLM's kernels permute inside a block (CPU), described by geometry elsewhere.
     #: ``packed``: whole blocks only. ``declared``: the CPU order is declared, and its bytes are checked at the start.
     block_order: str = "auto"
-    #: A file that gets this server's addresses (JSON) once it can be claimed from.
+    #: A file that gets this server's addresses (JSON) once it can be claimed from. ``{engine_id}`` is replaced.
     address_file: str | None = None
 
     @classmethod

@@ -130,7 +130,7 @@ def _check(spec: Any, group: Any) -> None:
     if kind in _ATTENTION:
         for name in ("num_head_slots", "state_content_bytes"):
             if getattr(spec, name, None) is not None:
-                raise LayoutError(f"layer {layer}: {name} is set: K and V do not lie as they are, quantised with scales")
+                raise LayoutError(f"layer {layer}: {name} is set: its blocks hold more than K and V (scales)")
 
 
 def _window(spec: Any) -> int | None:

@@ -89,6 +89,7 @@ class OpenClaim:
     """A claim, from when its request is known to its report."""
 
     number: int
+    addresses: tuple[str, ...] = ()
     handle: Any = None
     filled: bool = False
     filled_at: float = 0.0
@@ -126,6 +127,7 @@ class Worker:
         # By the number that a handle's events carry; handles stay here until they have ended.
         self._handles: dict[int, tuple[str, OpenOffer | OpenClaim]] = {}
         self._reports = Reports()
+        self._told: set[str] = set()
         # Computed, and waiting to be claimed.
         self._unclaimed: dict[str, OpenOffer] = {}
 
@@ -159,6 +161,9 @@ class Worker:
             {"serve": "prefill", "receive": "decode"}.get(self.role, "prefill and decode"),
             cache,
         )
+        for line in self.endpoint.explain(self.endpoint.address).splitlines():
+            if line.startswith(("transports here", "  not ")):
+                logger.info("kvxfer: endpoint %s: %s", self.endpoint.name, line.strip())
 
     def handshake(self) -> Handshake | None:
         """What the scheduler needs of this worker."""
@@ -352,8 +357,8 @@ class Worker:
                 del self._unclaimed[request_id]
                 self.counters.add("offers_unclaimed")
                 logger.warning(
-                    "kvxfer: %s: nobody claimed its KV within %d s (unclaimed_seconds) after it was computed: its blocks "
-                    "are freed; check that decode was given its transfer_id and this server's addresses",
+                    "kvxfer: %s: nobody claimed its KV within %d s (unclaimed_seconds) after it was computed: its "
+                    "blocks are freed; check that decode was given its transfer_id and this server's addresses",
                     request_id,
                     self.settings.unclaimed_seconds,
                 )
@@ -394,7 +399,7 @@ class Worker:
     # -------------------------------------------------------------------------------------------------- claims
 
     def _open_claim(self, open_: ClaimOpen) -> None:
-        claim = OpenClaim(next(self._numbers))
+        claim = OpenClaim(next(self._numbers), open_.addresses)
         self._claims[open_.request_id] = claim
         self.counters.add("claims_opened")
         try:
@@ -469,6 +474,22 @@ class Worker:
         self.counters.add("bytes_received", arrival.bytes)
         self.counters.seconds("claim_seconds", time.monotonic() - claim.filled_at)
         self._reports.received.add(request_id)
+        self._tell_of_peers(claim.addresses)
+
+    def _tell_of_peers(self, addresses: tuple[str, ...]) -> None:
+        """Names the path taken, once for each peer."""
+        if self._told.issuperset(addresses):
+            return
+        self._told.update(addresses)
+        for peer in self.endpoint.peers():
+            if str(peer.address) in addresses:
+                logger.info(
+                    "kvxfer: endpoint %s receives from %s (%s) over %s",
+                    self.name,
+                    peer.name,
+                    peer.address,
+                    peer.transport,
+                )
 
     def _claim_failed(self, request_id: str, claim: OpenClaim, error: Any) -> None:
         if not claim.filled:

@@ -15,7 +15,7 @@ from kvxfer.vllm.messages import (
 )
 from kvxfer.vllm.settings import Settings
 from kvxfer.vllm.tables import GroupTokens
-from kvxfer.vllm.worker import Place, Worker
+from kvxfer.vllm.worker import NAME_BYTES_MAX, Place, Worker, endpoint_name
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("kvxfer._kvxfer", reason="needs the built package")
@@ -429,6 +429,13 @@ def test_blocks_packed_by_different_kernels_never_meet(ranks, caplog):
     decode.fill("d", 0, 64, [0, 1])
     decode.until(lambda rank: rank.received)
     assert decode.failed == ["d"] and (decode.cache == -1).all()
+
+
+def test_names_fit_and_keep_the_workers_number():
+    assert endpoint_name("engine", 3) == "engine-3"
+    for label in ("x" * 100, "\u00e4" * 63, ""):
+        name = endpoint_name(label, 12)
+        assert name.endswith("-12") and len(name.encode()) <= NAME_BYTES_MAX
 
 
 def test_closing_with_open_handles_is_bounded(ranks):

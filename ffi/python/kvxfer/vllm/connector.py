@@ -22,7 +22,7 @@ from .messages import Handshake, StepMessages
 from .order import inner_order
 from .scheduler import Scheduler
 from .settings import Settings
-from .specs import check_parallel, groups_of, tables_of
+from .specs import check_drafts, check_parallel, groups_of, tables_of
 from .stats import KvxferPromMetrics, KvxferStats
 from .worker import Place, Worker
 
@@ -57,6 +57,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         check_parallel(vllm_config.parallel_config)
+        check_drafts(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(
                 self._settings, tables_of(kv_cache_config), self._engine_id, offers=transfer.is_kv_producer

@@ -37,6 +37,8 @@ from .tables import GroupTokens
 
 logger = logger_of("kvxfer")
 
+#: Longest name of an endpoint, in bytes.
+NAME_BYTES_MAX = 64
 #: Time that closing an endpoint may take, in seconds.
 CLOSE_SECONDS = 2.0
 
@@ -115,7 +117,7 @@ class Worker:
         self.settings = settings
         self.place = place
         self.role = role
-        self.name = f"{settings.name or engine_id}-{place.member}"
+        self.name = endpoint_name(settings.name or engine_id, place.member)
         self.counters = Counters()
         self.endpoint: Any = None
         self.pool: Any = None
@@ -138,7 +140,7 @@ class Worker:
 
         Raises what kvxfer raises, with what to do: the server does not start.
         """
-        options: dict[str, Any] = {"name": self.name[:64]}
+        options: dict[str, Any] = {"name": self.name}
         listen = self.settings.listen_of(self.place.member)
         if listen is not None:
             options["listen"] = listen
@@ -568,6 +570,13 @@ class Worker:
     def _selection(self, groups: Sequence[GroupTokens]) -> list[tuple[int, int, list[int]]]:
         assert self.cache is not None
         return self.cache.selection(groups)
+
+
+def endpoint_name(label: str, member: int) -> str:
+    """The label and the worker's number, in as many bytes as a name may have."""
+    number = f"-{member}"
+    kept = label.encode("utf-8", "replace")[: NAME_BYTES_MAX - len(number)]
+    return kept.decode("utf-8", "ignore") + number
 
 
 def _reason(error: Exception) -> str:

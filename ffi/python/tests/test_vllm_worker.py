@@ -157,6 +157,19 @@ def test_layer_by_layer(ranks):
     assert prefill.counted["parts_before_finish"] == 2 * LAYERS
 
 
+def test_at_the_limit_of_parts_the_rest_goes_at_the_end(ranks):
+    prefill, decode = ranks("serve", layerwise=True, config={"limits": {"parts_max": 4}}), ranks("receive")
+    kv, table = pattern(10, 128), [3, 9, 4, 5]
+    put(prefill, kv, 0, 128, table)
+    for index in range(4):
+        prefill.offer("p", index * 32, index * 32 + 32, table[index : index + 1], finish=128 if index == 3 else None)
+    decode.claim("d", [prefill])
+    decode.fill("d", 0, 128, [0, 1, 2, 7])
+    decode.until(lambda rank: rank.received)
+    check(decode, kv, 0, 128, [0, 1, 2, 7])
+    assert decode.failed == [] and prefill.counted["parts_before_finish"] == 4
+
+
 @pytest.mark.parametrize(("from_size", "to_size"), [(2, 1), (1, 2), (2, 2), (4, 2)])
 def test_tensor_parallel_sizes_may_differ(ranks, from_size, to_size):
     sources = [ranks("serve", rank, from_size) for rank in range(from_size)]

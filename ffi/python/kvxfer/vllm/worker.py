@@ -314,6 +314,8 @@ class Worker:
         assert step.ready is not None
         try:
             offer.handle.ready(*step.ready, layers)
+        except kvxfer.Busy:
+            return False  # At the limit of parts: the rest goes when it finishes.
         except kvxfer.Error as error:
             self._break_offer(step.request_id, offer, error)
             return False

@@ -248,6 +248,7 @@ class Worker:
     def _open_offer(self, request_id: str, key: str, readers: int) -> OpenOffer:
         offer = OpenOffer(key, next(self._numbers), time.monotonic())
         self._offers[request_id] = offer
+        self.counters.add("offers_opened")
         try:
             offer.handle = self.endpoint.offer(
                 key,
@@ -263,7 +264,6 @@ class Worker:
             self._fail_offer(request_id, error)
             return offer
         self._handles[offer.number] = (request_id, offer)
-        self.counters.add("offers_opened")
         return offer
 
     def _step_offer(self, step: OfferStep) -> None:

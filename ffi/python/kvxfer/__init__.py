@@ -20,6 +20,7 @@ the child.
 
 import atexit as _atexit
 
+from . import _aio as _aio  # makes handles awaitable
 from ._declare import BlockDescriptor, Geometry, Group, Plane, Sharding
 from ._errors import (
     AlreadyClaimed,

@@ -7,8 +7,8 @@ handle's key to a list and makes a descriptor readable; the loop, which watches 
 import asyncio
 import os
 from collections import deque
-from typing import TYPE_CHECKING, Any, Deque, Dict, Optional
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any, Deque, Dict, Generator
+from weakref import WeakKeyDictionary, ref
 
 from ._kvxfer import Event, Handle, _Wakes
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class _Bridge:
-    """What one event loop waits for. It knows nothing of its loop, which owns it."""
+    """What one event loop waits for."""
 
     def __init__(self) -> None:
         self.wakes = _Wakes()
@@ -46,15 +46,18 @@ class _Bridge:
                 future.set_result(None)
 
 
-_bridges: "WeakKeyDictionary[asyncio.AbstractEventLoop, _Bridge]" = WeakKeyDictionary()
+# Weak on both sides: the futures that a bridge holds know their loop, so the loop must be all that keeps the bridge. It
+# does, as the reader's callback.
+_bridges: "WeakKeyDictionary[asyncio.AbstractEventLoop, ref[_Bridge]]" = WeakKeyDictionary()
 
 
 def _bridge(loop: asyncio.AbstractEventLoop) -> _Bridge:
-    bridge = _bridges.get(loop)
+    known = _bridges.get(loop)
+    bridge = None if known is None else known()
     if bridge is None:
         bridge = _Bridge()
         loop.add_reader(bridge.wakes.fileno(), bridge.on_ready)
-        _bridges[loop] = bridge
+        _bridges[loop] = ref(bridge)
     return bridge
 
 
@@ -70,6 +73,16 @@ async def ended(handle: Handle) -> Any:
         finally:
             bridge.forget(key)
     return handle.poll()
+
+
+def _await(self: Handle) -> Generator[Any, None, Any]:
+    """Waits in asyncio for the handle's end, and gives its result or raises its error."""
+    return ended(self).__await__()
+
+
+# Here rather than in Rust: no frame of the extension module lies between the loop and the coroutine.
+_await.__name__, _await.__qualname__ = "__await__", "Handle.__await__"
+Handle.__await__ = _await  # type: ignore[method-assign]
 
 
 class EventIterator:

@@ -5,7 +5,7 @@ Some are also one of Python's own, so that code that knows nothing of kvxfer cat
 `ConnectionError`s.
 """
 
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 Destination = Literal["untouched", "written", "quarantined"]
 
@@ -19,16 +19,11 @@ class Error(Exception):
     """The kind's number, the same in Rust and C."""
     retryable: ClassVar[bool] = False
     """Whether repeating the operation later can succeed without anything being changed."""
-    destination: Destination
+    # A class attribute, and no __init__: making an error runs no Python code, so that a thread that gets one while the
+    # interpreter ends is not stopped in the midst of the extension module.
+    destination: Destination = "untouched"
     """What is known of the destination blocks: "untouched", "written" (some bytes may have been, none will be any
     more), or "quarantined" (they must not be reused)."""
-
-    def __init__(self, message: str, destination: Destination = "untouched") -> None:
-        super().__init__(message)
-        self.destination = destination
-
-    def __reduce__(self) -> "tuple[type[Error], tuple[Any, ...]]":
-        return type(self), (*self.args, self.destination)
 
 
 class InvalidArgument(Error, ValueError):
@@ -244,3 +239,7 @@ _BY_KIND: "dict[str, type[Error]]" = {
         Internal,
     )
 }
+
+for _error in (Error, *_BY_KIND.values()):
+    # Where users find them, for tracebacks and pickles.
+    _error.__module__ = "kvxfer"

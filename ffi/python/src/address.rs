@@ -105,6 +105,9 @@ impl Hash for Rank {
     }
 }
 
+/// Rank and size.
+type Place = (u16, u16);
+
 #[pymethods]
 impl Rank {
     #[new]
@@ -137,7 +140,7 @@ impl Rank {
         )
     }
 
-    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyAny>, ((u16, u16), (u16, u16))) {
+    fn __reduce__<'py>(slf: &Bound<'py, Self>) -> (Bound<'py, PyAny>, (Place, Place)) {
         let inner = slf.get().inner;
         (slf.get_type().into_any(), (inner.tensor, inner.pipeline))
     }

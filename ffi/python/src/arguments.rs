@@ -111,11 +111,11 @@ pub(crate) fn type_name(object: &Bound<'_, PyAny>) -> String {
 
 /// Block ids: any sequence of integers, or a buffer of 32- or 64-bit ones.
 pub(crate) fn blocks(object: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
-    if let Ok(list) = object.cast::<PyList>() {
-        return from_items(list.len(), list.iter());
+    if object.is_instance_of::<PyList>() {
+        return from_items(object, ffi::PyList_Size, ffi::PyList_GetItem);
     }
-    if let Ok(tuple) = object.cast::<PyTuple>() {
-        return from_items(tuple.len(), tuple.iter());
+    if object.is_instance_of::<PyTuple>() {
+        return from_items(object, ffi::PyTuple_Size, ffi::PyTuple_GetItem);
     }
     if object.is_instance_of::<PyString>()
         || object.is_instance_of::<PyBytes>()
@@ -131,9 +131,9 @@ pub(crate) fn blocks(object: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
     }
     // A tensor without the buffer protocol: one call that makes a list, instead of one per element.
     if let Ok(list) = object.call_method0("tolist")
-        && let Ok(list) = list.cast::<PyList>()
+        && list.is_instance_of::<PyList>()
     {
-        return from_items(list.len(), list.iter());
+        return from_items(&list, ffi::PyList_Size, ffi::PyList_GetItem);
     }
     let iterator = object.try_iter().map_err(|_| {
         PyTypeError::new_err(format!(
@@ -143,31 +143,46 @@ pub(crate) fn blocks(object: &Bound<'_, PyAny>) -> PyResult<Vec<BlockId>> {
     })?;
     let mut blocks = Vec::new();
     for item in iterator {
-        blocks.push(block(&item?)?);
+        blocks.push(block(object.py(), item?.as_ptr())?);
     }
     Ok(blocks)
 }
 
-fn from_items<'py>(length: usize, items: impl Iterator<Item = Bound<'py, PyAny>>) -> PyResult<Vec<BlockId>> {
-    let mut blocks = Vec::with_capacity(length);
-    for item in items {
-        blocks.push(block(&item)?);
+/// The ids in a list or tuple, without an object of ours per item.
+fn from_items(
+    object: &Bound<'_, PyAny>,
+    size: unsafe extern "C" fn(*mut ffi::PyObject) -> isize,
+    get: unsafe extern "C" fn(*mut ffi::PyObject, isize) -> *mut ffi::PyObject,
+) -> PyResult<Vec<BlockId>> {
+    let py = object.py();
+    let length = |object: &Bound<'_, PyAny>| {
+        // SAFETY: `size` is the list's or tuple's own function, as the callers' casts made sure.
+        usize::try_from(unsafe { size(object.as_ptr()) }).unwrap_or(0)
+    };
+    let mut blocks = Vec::with_capacity(length(object));
+    // The length is asked for again each time: `__index__` of an item is Python code, which may shorten a list.
+    while blocks.len() < length(object) {
+        // SAFETY: the index lies in the list; the reference is borrowed, and nothing runs before it is used below.
+        let item = unsafe { get(object.as_ptr(), blocks.len() as isize) };
+        blocks.push(block(py, item)?);
     }
     Ok(blocks)
 }
 
-fn block(item: &Bound<'_, PyAny>) -> PyResult<BlockId> {
-    // SAFETY: the item is a live object and the interpreter's lock is held.
+/// One id. The item is borrowed: for what is no plain `int` it is held, since Python code runs.
+fn block(py: Python<'_>, item: *mut ffi::PyObject) -> PyResult<BlockId> {
+    // SAFETY: the item is alive, and the interpreter's lock is held.
     let number = unsafe {
-        match ffi::PyLong_CheckExact(item.as_ptr()) {
+        match ffi::PyLong_CheckExact(item) {
             0 => -1,
-            _ => ffi::PyLong_AsLongLong(item.as_ptr()),
+            _ => ffi::PyLong_AsLongLong(item),
         }
     };
     if let Ok(block) = BlockId::try_from(number) {
         return Ok(block);
     }
-    slow_block(item)
+    // SAFETY: the item is alive.
+    slow_block(&unsafe { Bound::from_borrowed_ptr(py, item) })
 }
 
 /// What is no plain `int` (a numpy scalar has `__index__`), and numbers that do not fit.

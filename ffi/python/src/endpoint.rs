@@ -268,7 +268,7 @@ impl Endpoint {
         }
         let offers = offers
             .iter()
-            .map(|(offer, tokens, layers)| Ok((crate::handle::offer(offer)?, tokens.clone(), layers.clone())))
+            .map(|(offer, tokens, layers)| Ok((crate::handle::offer(offer)?, tokens.clone(), *layers)))
             .collect::<PyResult<Vec<_>>>()?;
         endpoint.ready_many(&offers).map_err(raise)
     }

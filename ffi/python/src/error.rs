@@ -28,7 +28,11 @@ pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'
     let text = error.to_string();
     let prefix = format!("{kind}: ");
     let message = text.strip_prefix(&prefix).unwrap_or(&text);
-    class.call1((message, destination(error.destination())))
+    let made = class.call1((message,))?;
+    if error.destination() != Destination::Untouched {
+        made.setattr("destination", destination(error.destination()))?;
+    }
+    Ok(made)
 }
 
 /// An `InvalidArgument`: what, why and what to do.

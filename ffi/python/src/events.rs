@@ -1,6 +1,6 @@
 //! Events.
 
-use std::os::fd::{AsFd, AsRawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, IntoRawFd, OwnedFd};
 use std::sync::Arc;
 
 use kvxfer::EventKind;
@@ -67,9 +67,9 @@ impl Events {
 
     /// Descriptors of one's own (to be closed) that are readable while events wait, and once the endpoint is closed.
     fn _signals(&self) -> PyResult<(i32, i32)> {
-        let duplicate = |fd: std::os::fd::BorrowedFd<'_>| {
+        let duplicate = |fd: BorrowedFd<'_>| {
             rustix::io::fcntl_dupfd_cloexec(fd, 3)
-                .map(|fd| std::os::fd::IntoRawFd::into_raw_fd(fd))
+                .map(IntoRawFd::into_raw_fd)
                 .map_err(|errno| PyRuntimeError::new_err(format!("duplicating a descriptor: {errno}")))
         };
         let events = duplicate(self.events.get()?.fd())?;
@@ -77,7 +77,7 @@ impl Events {
             Ok(closed) => Ok((events, closed)),
             Err(error) => {
                 // SAFETY: made above, owned by nobody else.
-                drop(unsafe { <std::os::fd::OwnedFd as std::os::fd::FromRawFd>::from_raw_fd(events) });
+                drop(unsafe { OwnedFd::from_raw_fd(events) });
                 Err(error)
             }
         }

@@ -34,6 +34,11 @@ pub(crate) fn remember(core: &Arc<Core>) {
     endpoints.push((crate::fork::generation(), Arc::downgrade(core)));
 }
 
+/// Whether the interpreter is ending.
+pub(crate) fn is_near() -> bool {
+    EXITING.load(Ordering::Relaxed)
+}
+
 /// Runs `work` without the interpreter's lock.
 pub(crate) fn without_lock<T: Send>(py: Python<'_>, work: impl FnOnce() -> T + Send) -> T {
     INSIDE.fetch_add(1, Ordering::SeqCst);
@@ -63,7 +68,7 @@ pub(crate) fn wait<T: Send>(
             return Ok(None);
         }
         py.check_signals()?;
-        if EXITING.load(Ordering::Relaxed) {
+        if is_near() {
             return Err(raise(
                 Error::new(ErrorKind::Closed, "a wait").because("the interpreter is ending"),
             ));

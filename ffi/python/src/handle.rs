@@ -251,13 +251,6 @@ impl Handle {
         )))
     }
 
-    fn __await__(slf: &Bound<'_, Self>) -> PyResult<Py<PyAny>> {
-        slf.get().live()?;
-        let module = PyModule::import(slf.py(), "kvxfer._aio")?;
-        let coroutine = module.getattr("ended")?.call1((slf,))?;
-        Ok(coroutine.call_method0("__await__")?.unbind())
-    }
-
     fn __repr__(&self) -> String {
         let state = match self.inner.here() {
             None => "of the parent process".to_owned(),

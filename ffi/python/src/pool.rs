@@ -21,7 +21,7 @@ use crate::memory::with_bytes;
 /// is closed at the end, once nothing refers to it any more.
 #[pyclass(frozen, module = "kvxfer", name = "Pool", weakref)]
 pub(crate) struct Pool {
-    inner: Local<kvxfer::Pool>,
+    inner: Local<Option<kvxfer::Pool>>,
     layout: Py<Layout>,
     endpoint: String,
 }
@@ -29,14 +29,24 @@ pub(crate) struct Pool {
 impl Pool {
     pub(crate) fn new(inner: kvxfer::Pool, layout: &Bound<'_, Layout>, endpoint: &str) -> Pool {
         Pool {
-            inner: Local::new(inner),
+            inner: Local::new(Some(inner)),
             layout: layout.clone().unbind(),
             endpoint: endpoint.to_owned(),
         }
     }
 
     pub(crate) fn open(&self) -> PyResult<&kvxfer::Pool> {
-        self.inner.get()
+        // Taken only by the finaliser.
+        let gone = || raise(kvxfer::Error::new(ErrorKind::Closed, "a pool that was collected"));
+        self.inner.get()?.as_ref().ok_or_else(gone)
+    }
+}
+
+impl Drop for Pool {
+    fn drop(&mut self) {
+        if let Some(pool) = self.inner.take_here().flatten() {
+            Python::attach(|py| exit::without_lock(py, || drop(pool)));
+        }
     }
 }
 
@@ -57,7 +67,7 @@ impl Pool {
     /// The pool's number, as peers know it.
     #[getter]
     fn id(&self) -> PyResult<u32> {
-        self.open()?.id().map(|id| u32::from(id.0)).map_err(raise)
+        self.open()?.id().map(|id| id.0).map_err(raise)
     }
 
     /// Addresses and lengths of its regions.
@@ -132,8 +142,10 @@ impl Pool {
     }
 
     /// Takes the pool out of use. Its memory is free after that. `Busy` while something refers to it.
-    fn close(&self) -> PyResult<()> {
-        self.open()?.close().map_err(raise)
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let pool = self.open()?;
+        // Devices may take their time to forget memory.
+        exit::without_lock(py, || pool.close()).map_err(raise)
     }
 
     /// As `close`, waiting up to `timeout` seconds for what refers to the pool to end.
@@ -145,14 +157,15 @@ impl Pool {
         })?;
         match closed {
             Some(result) => result.map_err(raise),
-            None => self.close(),
+            None => self.close(py),
         }
     }
 
     /// Takes the pool out of use for a while, so that the engine may remap its memory: until `resume` nothing of it is
     /// read or written. `Busy` while a handle refers to it.
-    fn suspend(&self) -> PyResult<()> {
-        self.open()?.suspend().map_err(raise)
+    fn suspend(&self, py: Python<'_>) -> PyResult<()> {
+        let pool = self.open()?;
+        exit::without_lock(py, || pool.suspend()).map_err(raise)
     }
 
     /// Puts a suspended pool into use again, with the same layout at the same addresses.
@@ -171,7 +184,7 @@ impl Pool {
     }
 
     fn __repr__(&self) -> String {
-        let Some(pool) = self.inner.here() else {
+        let Some(Some(pool)) = self.inner.here() else {
             return format!("<kvxfer.Pool of {} (of the parent process)>", self.endpoint);
         };
         let id = match pool.id() {

@@ -6,7 +6,11 @@ use pyo3::exceptions::PyResourceWarning;
 use pyo3::prelude::*;
 
 /// A `ResourceWarning` from a finaliser: never raised from it, and without touching an exception that is on its way.
+/// At the interpreter's end everything is closed anyway, and Python code may not run any more.
 pub(crate) fn resource(message: &str) {
+    if crate::exit::is_near() {
+        return;
+    }
     Python::attach(|py| {
         let pending = PyErr::take(py);
         let text = CString::new(message.replace('\0', " ")).unwrap_or_default();

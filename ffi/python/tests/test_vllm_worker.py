@@ -120,7 +120,8 @@ def check(rank, kv, first, end, blocks, heads=slice(None)):
         assert (got == kv[:, token, heads]).all(), (token, block)
 
 
-def test_chunks_are_handed_over_while_prefill_computes(ranks):
+def test_chunks_are_handed_over_while_prefill_computes(ranks, caplog):
+    caplog.set_level("INFO")
     prefill, decode = ranks("serve"), ranks("receive")
     kv, table, mine = pattern(1, 150), [3, 9, 4, 20, 5], [1, 0, 7, 8, 2]
     decode.claim("d", [prefill])
@@ -140,6 +141,9 @@ def test_chunks_are_handed_over_while_prefill_computes(ranks):
     assert prefill.counted["parts_before_finish"] == 2 and prefill.counted["parts_overlapped"] >= 1
     assert decode.counted["bytes_received"] == 5 * 32 * LAYERS * HEADS * 2 * DIM * 4
     assert decode.counted["claims_arrived"] == decode.counted["claim_seconds"] == 1
+    address = str(prefill.worker.endpoint.address)
+    assert f"receives from {prefill.worker.name} ({address}) over tcp" in caplog.text
+    assert "transports here: tcp" in caplog.text
 
 
 def test_layer_by_layer(ranks):

@@ -140,7 +140,11 @@ class Worker:
 
         Raises what kvxfer raises, with what to do: the server does not start.
         """
-        options: dict[str, Any] = {"name": self.name}
+        place = self.place
+        rank = kvxfer.Rank(
+            tensor=(place.tensor_rank, place.tensor_size), pipeline=(place.pipeline_rank, place.pipeline_size)
+        )
+        options: dict[str, Any] = {"name": self.name, "rank": rank}
         listen = self.settings.listen_of(self.place.member)
         if listen is not None:
             options["listen"] = listen

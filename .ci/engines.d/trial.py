@@ -56,7 +56,8 @@ class Trial:
         self.equal(answer, self.reference(prompt, tokens), prompt, what)
 
     def equal(self, answer, expected, prompt, what):
-        require(answer.tokens == expected.tokens, f"{what} ({len(prompt)} tokens): {differing(answer.tokens, expected.tokens)}")
+        if answer.tokens != expected.tokens:
+            raise Failed(f"{what} ({len(prompt)} tokens): {differing(answer.tokens, expected.tokens)}")
         apart = max(abs(one - other) for one, other in zip(answer.logprobs, expected.logprobs))
         require(apart <= TOLERANCE, f"{what} ({len(prompt)} tokens): the same tokens, log-probabilities {apart:.2e} apart")
         with self.lock:

@@ -93,9 +93,9 @@ def abort_after(trial):
     count = 0
     for _ in range(3):
         prompt = trial.prompt(700)
-        begun = trial.since_decode(metrics.CLAIMS, outcome="ok")
+        begun = trial.since_decode(metrics.CLAIMS_ARRIVED)
         decode = Completion(trial.decode, prompt, 3000, trial.prefilled(prompt))
-        require(trial.since_decode.wait(metrics.CLAIMS, begun + 1, 30, outcome="ok") > begun, "no hand-over within 30 s")
+        require(trial.since_decode.wait(metrics.CLAIMS_ARRIVED, begun + 1, 30) > begun, "no hand-over within 30 s")
         require(decode.give_up(), "decode had answered before it could be aborted")
         count += 1
     trial.settled()
@@ -129,6 +129,8 @@ def restarts(trial):
     # What the one before it had promised is gone: decode must not take the new one's blocks for it.
     trial.equal(complete(decode, old, TOKENS, stale), expected_old, old, "a request that came with the addresses of prefill's last life")
     trial.answers()
+    failed = trial.since_decode(metrics.CLAIMS_FAILED)
+    require(failed >= 2, f"{failed} failed loads were counted, of 2")
 
     # Prefill is left with an offer that is being read.
     prompt = trial.prompt(LONG)
@@ -145,8 +147,10 @@ def restarts(trial):
     decode.wait_ready()
     require(offered, "nothing was offered")
     trial.answers()
-    lost = {name: count for name, count in trial.since_prefill.outcomes(metrics.OFFERS).items() if name != "ok"}
-    return f"{trial.compared_text()}; decode answered {alone_s:.1f} s after prefill's death, prefill had its blocks back {freed_s:.1f} s after decode's; offers that ended otherwise: {lost}"
+    return f"{trial.compared_text()}; decode answered {alone_s:.1f} s after prefill's death, prefill had its blocks back {freed_s:.1f} s after decode's; {failed} loads failed and were computed by decode"
+
+
+ENDS = dict(arrived=metrics.CLAIMS_ARRIVED, failed=metrics.CLAIMS_FAILED, declined=metrics.CLAIMS_DECLINED)
 
 
 def storm(trial):
@@ -192,5 +196,5 @@ def storm(trial):
     settle_s = trial.settled()
     flight = trial.since_decode(metrics.ABORTS_IN_FLIGHT) + trial.since_prefill(metrics.ABORTS_IN_FLIGHT)
     require(flight > 0, "no abort was in flight")
-    claims = trial.since_decode.outcomes(metrics.CLAIMS)
-    return f"{trial.compared_text()}; {counted['aborted']} aborted ({counted['too late']} too late), {flight} of them in flight, {seconds:.0f} s; claims {claims}; all given back in {settle_s:.1f} s"
+    claims = ", ".join(f"{trial.since_decode(name)} {word}" for word, name in ENDS.items())
+    return f"{trial.compared_text()}; {counted['aborted']} aborted ({counted['too late']} too late), {flight} of them in flight, {seconds:.0f} s; claims: {claims}; all given back in {settle_s:.1f} s"

@@ -38,15 +38,14 @@ def basic(trial):
 def carries(trial, requests, tokens):
     """Demands that decode had its tokens from prefill, in vLLM's own count and in kvxfer's."""
     external = trial.since_decode(metrics.BY_SOURCE, source="external_kv_transfer")
-    received = trial.since_decode(metrics.RECEIVED_TOKENS)
-    least = tokens - requests * BLOCK
-    require(external >= least, f"decode had {external} tokens from prefill, of {tokens} (vLLM's count)")
-    require(least <= received <= tokens, f"decode received {received} tokens, of {tokens} (kvxfer's count)")
-    claims = trial.since_decode.wait(metrics.CLAIMS, requests, 5, outcome="ok")
-    require(claims >= requests, f"{claims} claims ended well, of {requests}")
-    offers = trial.since_prefill.wait(metrics.OFFERS, requests, 5, outcome="ok")
-    require(offers >= requests, f"{offers} offers ended well, of {requests}")
-    return f"{received} of {tokens} tokens handed over"
+    loaded = trial.since_decode(metrics.TOKENS_LOADED)
+    require(external >= tokens - requests, f"decode had {external} tokens from prefill, of {tokens} in {requests} requests (vLLM's count)")
+    require(loaded == tokens, f"decode asked for {loaded} tokens, of {tokens} (kvxfer's count)")
+    arrived = trial.since_decode.wait(metrics.CLAIMS_ARRIVED, requests, 5)
+    require(arrived >= requests, f"{arrived} claims arrived, of {requests}")
+    released = trial.since_prefill.wait(metrics.OFFERS_RELEASED, requests, 5)
+    require(released >= requests, f"{released} offers were released, of {requests}")
+    return f"{loaded} tokens in {requests} hand-overs, {trial.since_decode(metrics.BYTES_RECEIVED) >> 20} MiB"
 
 
 def control(trial):
@@ -77,26 +76,26 @@ def prefix(trial):
     for prompt in prompts + crowd:
         trial.reference(prompt, TOKENS)
     trial.same(trial.handed_over(prompts[0], TOKENS), prompts[0], TOKENS, "the first prompt")
-    first = trial.since_decode(metrics.SKIPPED_TOKENS)
+    first = trial.since_decode(metrics.TOKENS_SKIPPED)
     require(first == 0, f"{first} tokens of the first prompt were skipped, which decode cannot have held")
     for prompt in prompts[1:]:
         trial.same(trial.handed_over(prompt, TOKENS), prompt, TOKENS, "a prompt with the shared prefix")
     for prompt, answer in zip(crowd, all_at_once(lambda prompt: trial.handed_over(prompt, TOKENS), crowd)):
         trial.same(answer, prompt, TOKENS, "one of 8 prompts at once with the shared prefix")
     followers = prompts[1:] + crowd
-    skipped, received = trial.since_decode(metrics.SKIPPED_TOKENS), trial.since_decode(metrics.RECEIVED_TOKENS)
+    skipped, received = trial.since_decode(metrics.TOKENS_SKIPPED), trial.since_decode(metrics.TOKENS_LOADED)
     require(skipped >= 1024 * len(followers), f"{skipped} tokens skipped; {len(followers)} prompts shared 1,024")
     most = sum(map(len, prompts + crowd)) - skipped
-    require(received <= most, f"{received} tokens were received, although only {most} were not held")
+    require(received <= most, f"{received} tokens were asked for, although only {most} were not held")
     hits = trial.since_decode(metrics.PREFIX_HITS)
     require(hits >= 1024 * len(followers), f"vLLM counts {hits} tokens found in decode's prefix cache")
     # The whole prompt again: all of it, or all but the last block, is there.
     for prompt in (prompts[0], shared + trial.prompt(0), prompts[2]):
-        before = trial.since_decode(metrics.SKIPPED_TOKENS)
+        before = trial.since_decode(metrics.TOKENS_SKIPPED)
         trial.same(trial.handed_over(prompt, TOKENS), prompt, TOKENS, "a prompt that decode holds whole")
-        held = trial.since_decode(metrics.SKIPPED_TOKENS) - before
+        held = trial.since_decode(metrics.TOKENS_SKIPPED) - before
         require(held >= len(prompt) - 2 * BLOCK, f"decode held a prompt of {len(prompt)} tokens, and {held} were skipped")
-    return f"{trial.compared_text()}; {skipped} tokens skipped and {received} received in {len(followers) + 1} hand-overs, whole prompts repeated"
+    return f"{trial.compared_text()}; {skipped} tokens skipped and {received} loaded in {len(followers) + 1} hand-overs, whole prompts repeated"
 
 
 def overlap(trial):
@@ -106,7 +105,7 @@ def overlap(trial):
     for prompt in prompts:
         trial.reference(prompt, TOKENS)
     trial.for_decode("")   # learns the addresses before anything is counted
-    before = trial.since_prefill(metrics.EARLY_PARTS)
+    before, before_overlapped = trial.since_prefill(metrics.EARLY_PARTS), trial.since_prefill(metrics.OVERLAPPED_PARTS)
     for prompt, ahead in zip(prompts, (0, 0.1, -0.3, -0.05)):
         prefill, decode = trial.together(prompt, TOKENS, ahead)
         prefill.result()
@@ -114,6 +113,8 @@ def overlap(trial):
     early = trial.since_prefill(metrics.EARLY_PARTS) - before
     least = sum(size // 256 for size in sizes) - len(sizes)
     require(early >= least, f"{early} parts were handed over before their request was finished; with chunks of 256 tokens, {least} can be")
+    overlapped = trial.since_prefill(metrics.OVERLAPPED_PARTS) - before_overlapped
+    require(overlapped >= least // 2, f"{overlapped} of {early} parts were released while a claim had met the offer")
 
     def one(prompt):
         prefill, decode = trial.together(prompt, TOKENS)
@@ -122,7 +123,7 @@ def overlap(trial):
 
     for prompt, answer in zip(prompts * 2, all_at_once(one, prompts * 2)):
         trial.same(answer, prompt, TOKENS, "one of 8 at once, each with both requests at once")
-    return f"{trial.compared_text()}; {early} parts before finish in {len(sizes)} requests one by one, then 8 at once"
+    return f"{trial.compared_text()}; {early} parts before finish, {overlapped} with their reader there, in {len(sizes)} requests one by one, then 8 at once"
 
 
 def chunked(trial):

@@ -15,18 +15,19 @@ USAGE = "vllm:kv_cache_usage_perc"
 PREFIX_HITS = "vllm:prefix_cache_hits_total"
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"   # source: local_compute, local_cache_hit, external_kv_transfer
 
-# KvxferConnector's.
-OFFERS = "vllm:kvxfer_offers_total"                  # ended ones; outcome: ok, or the error's kind
-CLAIMS = "vllm:kvxfer_claims_total"
-PARTS = "vllm:kvxfer_parts_total"
-EARLY_PARTS = "vllm:kvxfer_early_parts_total"        # released before the request's finish
-RECEIVED_TOKENS = "vllm:kvxfer_received_tokens_total"
-SKIPPED_TOKENS = "vllm:kvxfer_skipped_tokens_total"  # not selected, because decode's prefix cache held them
-RETRACTS = "vllm:kvxfer_retracts_total"
-ABORTS_IN_FLIGHT = "vllm:kvxfer_aborts_in_flight_total"
-FAILED_LOADS = "vllm:kvxfer_failed_loads_total"
-DECLINES = "vllm:kvxfer_declines_total"
-OPEN = ("vllm:kvxfer_open_offers", "vllm:kvxfer_open_claims")
+# KvxferConnector's; docs/vllm.md says what they mean.
+OFFERS_OPENED, OFFERS_RELEASED = "vllm:kvxfer_offers_opened_total", "vllm:kvxfer_offers_released_total"
+OFFERS_FAILED, OFFERS_DECLINED = "vllm:kvxfer_offers_failed_total", "vllm:kvxfer_offers_declined_total"
+PARTS, EARLY_PARTS = "vllm:kvxfer_parts_released_total", "vllm:kvxfer_parts_before_finish_total"
+OVERLAPPED_PARTS = "vllm:kvxfer_parts_overlapped_total"   # before finish, and while a claim had met the offer
+RETRACTS, RETRACTS_LATE = "vllm:kvxfer_retracts_total", "vllm:kvxfer_retracts_late_total"
+CLAIMS_OPENED, CLAIMS_ARRIVED = "vllm:kvxfer_claims_opened_total", "vllm:kvxfer_claims_arrived_total"
+CLAIMS_FAILED, CLAIMS_DECLINED = "vllm:kvxfer_claims_failed_total", "vllm:kvxfer_claims_declined_total"
+CLAIMS_RESTARTED, QUARANTINED = "vllm:kvxfer_claims_restarted_total", "vllm:kvxfer_claims_quarantined_total"
+ABORTS, ABORTS_IN_FLIGHT = "vllm:kvxfer_aborts_total", "vllm:kvxfer_aborts_in_flight_total"
+BYTES_RECEIVED = "vllm:kvxfer_bytes_received_total"
+TOKENS_LOADED, TOKENS_SKIPPED = "vllm:kvxfer_tokens_to_load_total", "vllm:kvxfer_tokens_skipped_total"
+FULL_HITS = "vllm:kvxfer_full_prefix_hits_total"
 
 
 class Snapshot:
@@ -42,14 +43,6 @@ class Snapshot:
         """The sum of a metric over all its labels, or where some have these values. 0 if there is none yet."""
         found = self.values.get(name, [])
         return sum(value for have, value in found if all(have.get(key) == wanted for key, wanted in labels.items()))
-
-    def outcomes(self, name, label="outcome"):
-        """The values of a counter by one label, those that are not 0."""
-        found = {}
-        for have, value in self.values.get(name, []):
-            if value:
-                found[have.get(label, "")] = found.get(have.get(label, ""), 0) + int(value)
-        return found
 
 
 NOTHING = Snapshot("")
@@ -70,10 +63,6 @@ class Since:
 
     def __call__(self, name, **labels):
         return int(read(self.server).sum(name, **labels) - self.start().sum(name, **labels))
-
-    def outcomes(self, name):
-        before, now = self.start().outcomes(name), read(self.server).outcomes(name)
-        return {label: count - before.get(label, 0) for label, count in now.items() if count != before.get(label, 0)}
 
     def wait(self, name, at_least, limit_s, **labels):
         """Waits until a counter has moved this far. Returns by how much it did in the end."""

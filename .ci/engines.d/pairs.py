@@ -28,6 +28,8 @@ def make(name, logs):
 
 
 def pair(logs, connector, flags, tensor=(1, 1)):
-    prefill = Server("prefill", "kv_producer", connector, flags + ["--tensor-parallel-size", tensor[0]], logs, PATIENCE)
+    # A port of its own, so that its next life is found where its last one was.
+    fixed = server.with_listen(connector, f"127.0.0.1:{server.free_port()}")
+    prefill = Server("prefill", "kv_producer", fixed, flags + ["--tensor-parallel-size", tensor[0]], logs, PATIENCE)
     decode = Server("decode", "kv_consumer", connector, flags + ["--tensor-parallel-size", tensor[1]], logs, PATIENCE)
     return Pair(prefill, decode)

@@ -157,6 +157,13 @@ def kvxfer(policy="fail", **extra):
     return Connector("KvxferConnector", "kvxfer.vllm", policy, extra)
 
 
+def with_listen(connector, address):
+    """The same, listening at this address if it is kvxfer's; a second worker takes the next port."""
+    if not connector.module:
+        return connector
+    return Connector(connector.name, connector.module, connector.policy, dict(connector.extra, listen=address))
+
+
 def nixl():
     return Connector("NixlConnector")
 

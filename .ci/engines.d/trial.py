@@ -105,16 +105,14 @@ class Trial:
         raise Failed(f"{ATTEMPTS} requests of {len(prompt)} tokens were finished before they could be disturbed")
 
     def for_decode(self, key):
-        """A router that starts both at once knows prefill's addresses beforehand: from an earlier answer of the same server."""
-        learnt = getattr(self.prefill, "learnt", None)
-        if learnt is None or learnt[0] != self.prefill.starts:
-            learnt = self.prefill.learnt = (self.prefill.starts, self.learn())
-        return dict(learnt[1], transfer_id=key)
-
-    def learn(self):
-        transfer = self.prefilled(self.prompt(33))
-        complete(self.decode, self.prompt(33), 1, transfer)
-        return {name: value for name, value in transfer.items() if name != "transfer_id"}
+        """A router that starts both at once knows prefill's addresses beforehand: it asks each life of a server once."""
+        with self.lock:
+            known = getattr(self.prefill, "addresses", None)
+            if known is None or known[0] != self.prefill.starts:
+                described = complete(self.prefill, [IDS[0]], 1, dict(describe=True)).transfer
+                require(described and described.get("remote_addresses"), "prefill does not say its addresses when it is asked to describe itself")
+                known = self.prefill.addresses = (self.prefill.starts, described)
+        return dict(known[1], do_remote_prefill=True, do_remote_decode=False, transfer_id=key)
 
     # Afterwards.
 
@@ -160,5 +158,6 @@ def leftovers(server):
     """What a server has not given back yet, as text. It learns of some of it, and counts it, only when it takes a step: so it gets a request."""
     complete(server, [IDS[1], IDS[2], IDS[3]], 1, timeout=30)
     now = metrics.read(server)
-    left = [f"{name} {now.sum(name):g}" for name in (metrics.USAGE, metrics.RUNNING, metrics.WAITING, *metrics.OPEN) if now.sum(name)]
-    return ", ".join(left)
+    left = {name: now.sum(name) for name in (metrics.USAGE, metrics.RUNNING, metrics.WAITING)}
+    left["offers open"] = now.sum(metrics.OFFERS_OPENED) - sum(map(now.sum, (metrics.OFFERS_RELEASED, metrics.OFFERS_FAILED, metrics.OFFERS_DECLINED)))
+    return ", ".join(f"{name} {value:g}" for name, value in left.items() if value)

@@ -160,7 +160,7 @@ fn candidates(
     for &(source, source_layer) in holders {
         let layout = sources[source];
         let source_group = matching_group(layout, source_layer, destination, layer, group)
-            .map_err(|error| error.remedy(format!("source {source} of {} does not fit", sources.len())))?;
+            .map_err(|error| error.because(format!("source {source} of {} does not fit", sources.len())))?;
         found.push(Candidate {
             source,
             heads: layout.local_heads(source_group).unwrap_or(HeadRange::new(0, 1)),

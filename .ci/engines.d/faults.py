@@ -150,7 +150,7 @@ def restarts(trial):
     return f"{trial.compared_text()}; decode answered {alone_s:.1f} s after prefill's death, prefill had its blocks back {freed_s:.1f} s after decode's; {failed} loads failed and were computed by decode"
 
 
-ENDS = dict(arrived=metrics.CLAIMS_ARRIVED, failed=metrics.CLAIMS_FAILED, declined=metrics.CLAIMS_DECLINED)
+ENDS = dict(arrived=metrics.CLAIMS_ARRIVED, failed=metrics.CLAIMS_FAILED, declined=metrics.CLAIMS_DECLINED, aborted=metrics.CLAIMS_ABORTED)
 
 
 def storm(trial):

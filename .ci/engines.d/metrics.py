@@ -23,10 +23,13 @@ OVERLAPPED_PARTS = "vllm:kvxfer_parts_overlapped_total"   # before finish, and w
 RETRACTS, RETRACTS_LATE = "vllm:kvxfer_retracts_total", "vllm:kvxfer_retracts_late_total"
 CLAIMS_OPENED, CLAIMS_ARRIVED = "vllm:kvxfer_claims_opened_total", "vllm:kvxfer_claims_arrived_total"
 CLAIMS_FAILED, CLAIMS_DECLINED = "vllm:kvxfer_claims_failed_total", "vllm:kvxfer_claims_declined_total"
+CLAIMS_ABORTED = "vllm:kvxfer_claims_aborted_total"
 CLAIMS_RESTARTED, QUARANTINED = "vllm:kvxfer_claims_restarted_total", "vllm:kvxfer_claims_quarantined_total"
 ABORTS, ABORTS_IN_FLIGHT = "vllm:kvxfer_aborts_total", "vllm:kvxfer_aborts_in_flight_total"
 BYTES_RECEIVED = "vllm:kvxfer_bytes_received_total"
 TOKENS_LOADED, TOKENS_SKIPPED = "vllm:kvxfer_tokens_to_load_total", "vllm:kvxfer_tokens_skipped_total"
+OFFERS_ENDED = (OFFERS_RELEASED, OFFERS_FAILED, OFFERS_DECLINED)
+CLAIMS_ENDED = (CLAIMS_ARRIVED, CLAIMS_FAILED, CLAIMS_DECLINED, CLAIMS_ABORTED)
 FULL_HITS = "vllm:kvxfer_full_prefix_hits_total"
 
 

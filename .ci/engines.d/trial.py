@@ -159,5 +159,6 @@ def leftovers(server):
     complete(server, [IDS[1], IDS[2], IDS[3]], 1, timeout=30)
     now = metrics.read(server)
     left = {name: now.sum(name) for name in (metrics.USAGE, metrics.RUNNING, metrics.WAITING)}
-    left["offers open"] = now.sum(metrics.OFFERS_OPENED) - sum(map(now.sum, (metrics.OFFERS_RELEASED, metrics.OFFERS_FAILED, metrics.OFFERS_DECLINED)))
+    left["offers open"] = now.sum(metrics.OFFERS_OPENED) - sum(map(now.sum, metrics.OFFERS_ENDED))
+    left["claims open"] = now.sum(metrics.CLAIMS_OPENED) - sum(map(now.sum, metrics.CLAIMS_ENDED))
     return ", ".join(f"{name} {value:g}" for name, value in left.items() if value)

@@ -132,20 +132,19 @@ def restarts(trial):
     failed = trial.since_decode(metrics.CLAIMS_FAILED)
     require(failed >= 2, f"{failed} failed loads were counted, of 2")
 
-    # Prefill is left with an offer that is being read.
+    # Prefill is left with an offer whose reader is gone.
     prompt = trial.prompt(LONG)
     asked, waiting = trial.under_way(prompt, TOKENS)
-    offered = trial.prefilled(trial.prompt(600))
     began = time.monotonic()
     decode.kill()
     asked.result()
     trial.settled([prefill])
     freed_s = time.monotonic() - began
+    require(freed_s < LOSS_LIMIT_S, f"prefill had its blocks back {freed_s:.1f} s after decode was killed")
     waiting.join(30)
     require(waiting.error is not None, "a request to a server that was killed has an answer")
     decode.start()
     decode.wait_ready()
-    require(offered, "nothing was offered")
     trial.answers()
     return f"{trial.compared_text()}; decode answered {alone_s:.1f} s after prefill's death, prefill had its blocks back {freed_s:.1f} s after decode's; {failed} loads failed and were computed by decode"
 
@@ -160,7 +159,7 @@ def storm(trial):
     for prompt in prompts:
         trial.reference(prompt, TOKENS)
     trial.for_decode("")
-    jobs = [(source.choice(prompts), number % 4 == 3, number % 2 == 0, source.random(), source.random()) for number in range(200)]
+    jobs = [(source.choice(prompts), number % 4 == 3, source.random() < 0.5, source.random(), source.random()) for number in range(200)]
 
     def one(job):
         prompt, aborted, both, moment, which = job
@@ -174,7 +173,7 @@ def storm(trial):
             prefill = None
             decode = Completion(trial.decode, prompt, TOKENS, trial.prefilled(prompt))
         if aborted:
-            time.sleep(moment * 2)
+            time.sleep(1.5 * moment ** 2)   # more of them early, while the hand-over is under way
             pending = [decode.give_up()]
             if prefill and which < 0.5:
                 pending.append(prefill.give_up())
@@ -195,6 +194,6 @@ def storm(trial):
     require(counted["aborted"] >= 25, f"{counted}: most aborts came after the answer, so this was no storm")
     settle_s = trial.settled()
     flight = trial.since_decode(metrics.ABORTS_IN_FLIGHT) + trial.since_prefill(metrics.ABORTS_IN_FLIGHT)
-    require(flight > 0, "no abort was in flight")
+    require(flight >= 3, f"{flight} aborts were in flight")
     claims = ", ".join(f"{trial.since_decode(name)} {word}" for word, name in ENDS.items())
     return f"{trial.compared_text()}; {counted['aborted']} aborted ({counted['too late']} too late), {flight} of them in flight, {seconds:.0f} s; claims: {claims}; all given back in {settle_s:.1f} s"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from kvxfer.vllm.layout import CacheLayout, GroupSpec, LayoutError, layer_order, planes_of, view_of
-from kvxfer.vllm.specs import check_parallel, groups_of, tables_of
+from kvxfer.vllm.specs import check_drafts, check_parallel, groups_of, tables_of
 from kvxfer.vllm.tables import GroupTokens
 
 np = pytest.importorskip("numpy")
@@ -272,6 +272,13 @@ def test_what_is_not_supported_says_so(one, why):
 def test_an_element_type_without_a_name_is_refused():
     with pytest.raises(LayoutError, match="elements of type"):
         groups_of(config((["layer"], attention(dtype="torch.complex64"))), 2, 0, 1)
+
+
+def test_drafters_that_look_ahead_are_refused():
+    check_drafts(SimpleNamespace(num_prefill_lookahead_tokens=1))
+    check_drafts(SimpleNamespace())
+    with pytest.raises(LayoutError, match="3 tokens ahead"):
+        check_drafts(SimpleNamespace(num_prefill_lookahead_tokens=3))
 
 
 def test_context_parallelism_is_refused():

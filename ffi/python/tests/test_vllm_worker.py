@@ -15,7 +15,7 @@ from kvxfer.vllm.messages import (
 )
 from kvxfer.vllm.settings import Settings
 from kvxfer.vllm.tables import GroupTokens
-from kvxfer.vllm.worker import Place, Worker
+from kvxfer.vllm.worker import NAME_BYTES_MAX, Place, Worker, endpoint_name
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("kvxfer._kvxfer", reason="needs the built package")
@@ -155,6 +155,19 @@ def test_layer_by_layer(ranks):
     decode.until(lambda rank: rank.received)
     check(decode, kv, 0, 96, mine)
     assert prefill.counted["parts_before_finish"] == 2 * LAYERS
+
+
+def test_at_the_limit_of_parts_the_rest_goes_at_the_end(ranks):
+    prefill, decode = ranks("serve", layerwise=True, config={"limits": {"parts_max": 4}}), ranks("receive")
+    kv, table = pattern(10, 128), [3, 9, 4, 5]
+    put(prefill, kv, 0, 128, table)
+    for index in range(4):
+        prefill.offer("p", index * 32, index * 32 + 32, table[index : index + 1], finish=128 if index == 3 else None)
+    decode.claim("d", [prefill])
+    decode.fill("d", 0, 128, [0, 1, 2, 7])
+    decode.until(lambda rank: rank.received)
+    check(decode, kv, 0, 128, [0, 1, 2, 7])
+    assert decode.failed == [] and prefill.counted["parts_before_finish"] == 4
 
 
 @pytest.mark.parametrize(("from_size", "to_size"), [(2, 1), (1, 2), (2, 2), (4, 2)])
@@ -367,6 +380,26 @@ def test_one_prefill_for_several_readers(ranks):
     decode.until(lambda rank: rank.failed == ["d-2"])
 
 
+def test_what_nobody_claims_is_given_up_and_only_then(ranks, caplog):
+    prefill, decode = ranks("serve", unclaimed_seconds=1), ranks("receive")
+    for name, block in (("p", 3), ("q", 4), ("r", 5)):
+        prefill.offer(name, 0, 32, [block], finish=32)
+    decode.claim("d", [prefill], key="q")  # Met, though not filled: it is not given up.
+    prefill.until(lambda rank: rank.worker._offers["q"].matched)
+    began = time.monotonic()
+    prefill.step(offer_ends=[OfferEnd(name, name, cancel=False, report=True) for name in ("p", "q")])
+    prefill.until(lambda rank: rank.sent)
+    assert time.monotonic() - began >= 1
+    time.sleep(0.2)
+    # r still computes, as far as is known here.
+    assert prefill.poll().sent == ["p"] and prefill.counted["offers_unclaimed"] == 1
+    assert "unclaimed_seconds" in caplog.text
+    decode.fill("d", 0, 32, [0])
+    decode.until(lambda rank: rank.received)
+    assert decode.failed == []
+    prefill.until(lambda rank: rank.sent == ["p", "q"])
+
+
 def test_packed_blocks_of_another_size_are_refused_with_the_reason(ranks, caplog):
     prefill, decode = ranks("serve"), ranks("receive", tokens=64)
     prefill.offer("p", 0, 64, [3, 4], finish=64)
@@ -409,6 +442,13 @@ def test_blocks_packed_by_different_kernels_never_meet(ranks, caplog):
     decode.fill("d", 0, 64, [0, 1])
     decode.until(lambda rank: rank.received)
     assert decode.failed == ["d"] and (decode.cache == -1).all()
+
+
+def test_names_fit_and_keep_the_workers_number():
+    assert endpoint_name("engine", 3) == "engine-3"
+    for label in ("x" * 100, "\u00e4" * 63, ""):
+        name = endpoint_name(label, 12)
+        assert name.endswith("-12") and len(name.encode()) <= NAME_BYTES_MAX
 
 
 def test_closing_with_open_handles_is_bounded(ranks):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ from .messages import Handshake, StepMessages
 from .order import inner_order
 from .scheduler import Scheduler
 from .settings import Settings
-from .specs import check_parallel, groups_of, tables_of
+from .specs import check_drafts, check_parallel, groups_of, tables_of
 from .stats import KvxferPromMetrics, KvxferStats
 from .worker import Place, Worker
 
@@ -56,6 +57,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler: Scheduler | None = None
         self._worker: Worker | None = None
         check_parallel(vllm_config.parallel_config)
+        check_drafts(vllm_config)
         if role == KVConnectorRole.SCHEDULER:
             self._scheduler = Scheduler(
                 self._settings, tables_of(kv_cache_config), self._engine_id, offers=transfer.is_kv_producer
@@ -95,7 +97,8 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvxferStats:
         """Statistics from what a worker or the scheduler sent."""
-        return KvxferStats(data=data) if data else KvxferStats()
+        # Copied: vLLM's loggers add to what they get, and share one payload.
+        return KvxferStats(data=copy.deepcopy(data)) if data else KvxferStats()
 
     @classmethod
     def build_prom_metrics(

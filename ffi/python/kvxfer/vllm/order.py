@@ -1,7 +1,7 @@
 """The order inside a block: plain where strides say it, packed where vLLM's kernels permute, or declared and checked.
 
-What packed bytes mean depends on the kernel (with AMX, K is interleaved once more). The kernel's name therefore goes into
-the layers' ids: servers whose kernels differ find no common layer, which is an error, and never exchange bytes.
+What packed bytes mean depends on the kernel (with AMX, K is interleaved once more). The kernel's name therefore goes
+into the layers' ids: servers whose kernels differ find no common layer, which is an error, and never exchange bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def check_cpu_order(spec: GroupSpec, tensor: Any, vllm_config: Any) -> None:
     isa = cpu_kernel(spec, tensor, vllm_config)
     slots = torch.arange(count, dtype=torch.int64)
     ops.cpu_attn_reshape_and_cache(key, value, halves[0], halves[1], slots, isa)
-    declared = declared_block(key.reshape(blocks, tokens, heads, key_size), value.reshape(blocks, tokens, heads, key_size))
+    shape = (blocks, tokens, heads, key_size)
+    declared = declared_block(key.reshape(shape), value.reshape(shape))
     written = cache.reshape(blocks, heads, 2, tokens * key_size)
     for name, part in (("K", 0), ("V", 1)):
         same = written[:, :, part] == declared[:, :, part]

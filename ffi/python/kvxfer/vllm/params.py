@@ -56,7 +56,7 @@ class DecodeParams:
 
 def wants_description(params: Mapping[str, Any] | None) -> bool:
     """Whether the request asks for nothing but the server's addresses."""
-    return bool(params) and bool(params.get("describe"))
+    return params is not None and bool(params.get("describe"))
 
 
 def prefill_params(params: Mapping[str, Any] | None, request_id: str) -> PrefillParams | None:

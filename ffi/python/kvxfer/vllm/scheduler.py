@@ -126,7 +126,7 @@ class Scheduler:
         )
         if self.settings.address_file:
             _write_whole(
-                self.settings.address_file,
+                self.settings.address_file.replace("{engine_id}", self.engine_id),
                 json.dumps(keys.description(self.addresses, self.engine_id)) + "\n",
             )
 

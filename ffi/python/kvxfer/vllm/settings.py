@@ -33,10 +33,14 @@ class Settings:
     preemption: str = "restart"
     #: Longest wait, in milliseconds, for reads of preempted blocks.
     preemption_wait_ms: int = 100
+    #: Seconds that a computed prompt waits to be claimed. Time before the last token is computed does not count.
+    unclaimed_seconds: int = 120
+    #: Longest life of an offer, in seconds, from its first chunk on.
+    hold_seconds: int = 3600
     #: ``auto``: packed where vLLM's kernels permute inside a block (CPU), described by geometry elsewhere.
     #: ``packed``: whole blocks only. ``declared``: the CPU order is declared, and its bytes are checked at the start.
     block_order: str = "auto"
-    #: A file that gets this server's addresses (JSON) once it can be claimed from.
+    #: A file that gets this server's addresses (JSON) once it can be claimed from. ``{engine_id}`` is replaced.
     address_file: str | None = None
 
     @classmethod
@@ -139,6 +143,8 @@ _CHECKS = {
     "checksum": _flag,
     "preemption": _one_of("restart", "retract"),
     "preemption_wait_ms": _whole(1, 60_000),
+    "unclaimed_seconds": _whole(1, 604_800),
+    "hold_seconds": _whole(1, 604_800),
     "block_order": _one_of("auto", "packed", "declared"),
     "address_file": _text,
 }

@@ -39,7 +39,7 @@ def groups_of(kv_cache_config: Any, total_kv_heads: int, tensor_rank: int, tenso
 
     Raises `LayoutError` for a model that is not supported.
     """
-    out = []
+    out: list[GroupSpec] = []
     for index, group in _transferred(kv_cache_config):
         distinct = _distinct(group)
         if len(distinct) > 1 and len(list(_transferred(kv_cache_config))) > 1:
@@ -80,6 +80,14 @@ def check_parallel(parallel_config: Any) -> None:
         size = getattr(parallel_config, name, 1)
         if size > 1:
             raise LayoutError(f"{name} = {size}: caches sharded by tokens are not supported; shard by heads")
+
+
+def check_drafts(vllm_config: Any) -> None:
+    """Raises `LayoutError` for drafters that embed tokens ahead of the prompt's end: what they wrote at prefill would
+    have to be computed anew."""
+    ahead = getattr(vllm_config, "num_prefill_lookahead_tokens", 0)
+    if isinstance(ahead, int) and ahead > 1:
+        raise LayoutError(f"a drafter that looks {ahead} tokens ahead at prefill cannot be handed over")
 
 
 def _total_heads(local: int, total: int, tensor_size: int) -> int:
@@ -130,7 +138,7 @@ def _check(spec: Any, group: Any) -> None:
     if kind in _ATTENTION:
         for name in ("num_head_slots", "state_content_bytes"):
             if getattr(spec, name, None) is not None:
-                raise LayoutError(f"layer {layer}: {name} is set: K and V do not lie as they are, quantised with scales")
+                raise LayoutError(f"layer {layer}: {name} is set: its blocks hold more than K and V (scales)")
 
 
 def _window(spec: Any) -> int | None:

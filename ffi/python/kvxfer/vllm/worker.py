@@ -37,6 +37,8 @@ from .tables import GroupTokens
 
 logger = logger_of("kvxfer")
 
+#: Longest name of an endpoint, in bytes.
+NAME_BYTES_MAX = 64
 #: Time that closing an endpoint may take, in seconds.
 CLOSE_SECONDS = 2.0
 
@@ -78,6 +80,8 @@ class OpenOffer:
     report: bool = False
     #: The scheduler knows it no more.
     forgotten: bool = False
+    #: When it is given up if nobody has claimed it: set once its prompt is computed.
+    unclaimed_at: float | None = None
     #: Layers released in the current step, as far as they went one by one.
     layers_out: int = 0
 
@@ -87,6 +91,7 @@ class OpenClaim:
     """A claim, from when its request is known to its report."""
 
     number: int
+    addresses: tuple[str, ...] = ()
     handle: Any = None
     filled: bool = False
     filled_at: float = 0.0
@@ -112,7 +117,7 @@ class Worker:
         self.settings = settings
         self.place = place
         self.role = role
-        self.name = f"{settings.name or engine_id}-{place.member}"
+        self.name = endpoint_name(settings.name or engine_id, place.member)
         self.counters = Counters()
         self.endpoint: Any = None
         self.pool: Any = None
@@ -124,6 +129,9 @@ class Worker:
         # By the number that a handle's events carry; handles stay here until they have ended.
         self._handles: dict[int, tuple[str, OpenOffer | OpenClaim]] = {}
         self._reports = Reports()
+        self._told: set[str] = set()
+        # Computed, and waiting to be claimed.
+        self._unclaimed: dict[str, OpenOffer] = {}
 
     # ------------------------------------------------------------------------------------------ at the start
 
@@ -132,7 +140,7 @@ class Worker:
 
         Raises what kvxfer raises, with what to do: the server does not start.
         """
-        options: dict[str, Any] = {"name": self.name[:64]}
+        options: dict[str, Any] = {"name": self.name}
         listen = self.settings.listen_of(self.place.member)
         if listen is not None:
             options["listen"] = listen
@@ -155,6 +163,9 @@ class Worker:
             {"serve": "prefill", "receive": "decode"}.get(self.role, "prefill and decode"),
             cache,
         )
+        for line in self.endpoint.explain(self.endpoint.address).splitlines():
+            if line.startswith(("transports here", "  not ")):
+                logger.info("kvxfer: endpoint %s: %s", self.endpoint.name, line.strip())
 
     def handshake(self) -> Handshake | None:
         """What the scheduler needs of this worker."""
@@ -237,16 +248,22 @@ class Worker:
     def _open_offer(self, request_id: str, key: str, readers: int) -> OpenOffer:
         offer = OpenOffer(key, next(self._numbers), time.monotonic())
         self._offers[request_id] = offer
+        self.counters.add("offers_opened")
         try:
             offer.handle = self.endpoint.offer(
-                key, self.pool, readers=readers, checksum=self.settings.checksum, events=offer.number
+                key,
+                self.pool,
+                readers=readers,
+                # kvxfer's own deadline for unmatched offers would count the time that prefill computes.
+                deadline=float(self.settings.hold_seconds),
+                checksum=self.settings.checksum,
+                events=offer.number,
             )
         except kvxfer.Error as error:
             offer.ended = True
             self._fail_offer(request_id, error)
             return offer
         self._handles[offer.number] = (request_id, offer)
-        self.counters.add("offers_opened")
         return offer
 
     def _step_offer(self, step: OfferStep) -> None:
@@ -297,6 +314,8 @@ class Worker:
         assert step.ready is not None
         try:
             offer.handle.ready(*step.ready, layers)
+        except kvxfer.Busy:
+            return False  # At the limit of parts: the rest goes when it finishes.
         except kvxfer.Error as error:
             self._break_offer(step.request_id, offer, error)
             return False
@@ -328,7 +347,28 @@ class Worker:
             if offer.matched:
                 self.counters.add("aborts_in_flight")
             offer.handle.cancel()
+        elif not offer.ended and not offer.matched:
+            offer.unclaimed_at = time.monotonic() + self.settings.unclaimed_seconds
+            self._unclaimed[end.request_id] = offer
         self._settle_offer(end.request_id, offer)
+
+    def _give_up_unclaimed(self) -> None:
+        now = time.monotonic()
+        for request_id, offer in list(self._unclaimed.items()):
+            if offer.ended or offer.matched:
+                del self._unclaimed[request_id]
+            elif offer.unclaimed_at is not None and now >= offer.unclaimed_at:
+                del self._unclaimed[request_id]
+                self.counters.add("offers_unclaimed")
+                logger.warning(
+                    "kvxfer: %s: nobody claimed its KV within %d s (unclaimed_seconds) after it was computed: its "
+                    "blocks are freed; check that decode was given its transfer_id and this server's addresses",
+                    request_id,
+                    self.settings.unclaimed_seconds,
+                )
+                offer.handle.cancel()
+            else:
+                break  # In the order of their times.
 
     def _offer_ended(self, request_id: str, offer: OpenOffer) -> None:
         offer.ended = True
@@ -363,7 +403,7 @@ class Worker:
     # -------------------------------------------------------------------------------------------------- claims
 
     def _open_claim(self, open_: ClaimOpen) -> None:
-        claim = OpenClaim(next(self._numbers))
+        claim = OpenClaim(next(self._numbers), open_.addresses)
         self._claims[open_.request_id] = claim
         self.counters.add("claims_opened")
         try:
@@ -438,6 +478,22 @@ class Worker:
         self.counters.add("bytes_received", arrival.bytes)
         self.counters.seconds("claim_seconds", time.monotonic() - claim.filled_at)
         self._reports.received.add(request_id)
+        self._tell_of_peers(claim.addresses)
+
+    def _tell_of_peers(self, addresses: tuple[str, ...]) -> None:
+        """Names the path taken, once for each peer."""
+        if self._told.issuperset(addresses):
+            return
+        self._told.update(addresses)
+        for peer in self.endpoint.peers():
+            if str(peer.address) in addresses:
+                logger.info(
+                    "kvxfer: endpoint %s receives from %s (%s) over %s",
+                    self.name,
+                    peer.name,
+                    peer.address,
+                    peer.transport,
+                )
 
     def _claim_failed(self, request_id: str, claim: OpenClaim, error: Any) -> None:
         if not claim.filled:
@@ -473,6 +529,8 @@ class Worker:
             while events := self.endpoint.events.drain(1024):
                 for event in events:
                     self._on_event(event)
+            if self._unclaimed:
+                self._give_up_unclaimed()
         reports, self._reports = self._reports, Reports()
         return reports
 
@@ -508,11 +566,19 @@ class Worker:
             logger.warning("kvxfer: closing endpoint %s: %s", self.name, error)
         self._handles.clear()
         self._offers.clear()
+        self._unclaimed.clear()
         self._claims.clear()
 
     def _selection(self, groups: Sequence[GroupTokens]) -> list[tuple[int, int, list[int]]]:
         assert self.cache is not None
         return self.cache.selection(groups)
+
+
+def endpoint_name(label: str, member: int) -> str:
+    """The label and the worker's number, in as many bytes as a name may have."""
+    number = f"-{member}"
+    kept = label.encode("utf-8", "replace")[: NAME_BYTES_MAX - len(number)]
+    return kept.decode("utf-8", "ignore") + number
 
 
 def _reason(error: Exception) -> str:

@@ -18,14 +18,14 @@ from trial import Failed, Trial
 SCENARIOS = [
     ("basic", "whole", flow.basic),
     ("prefix", "cached", flow.prefix),
+    ("preemption", "small", flow.preemption),
+    ("tp-2-1", "tp-2-1", flow.tensor_parallel),
+    ("tp-1-2", "tp-1-2", flow.tensor_parallel),
     ("overlap", "chunked", flow.overlap),
     ("chunked", "chunked", flow.chunked),
     ("aborts", "chunked", faults.aborts),
     ("storm", "chunked", faults.storm),
     ("restarts", "chunked", faults.restarts),
-    ("preemption", "small", flow.preemption),
-    ("tp-2-1", "tp-2-1", flow.tensor_parallel),
-    ("tp-1-2", "tp-1-2", flow.tensor_parallel),
 ]
 
 

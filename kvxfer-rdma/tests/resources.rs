@@ -186,9 +186,7 @@ fn two_rails_are_nearly_twice_as_fast() {
             config.window_bytes_max = 2 * MIB;
         });
         let pair = Pair::new(left, right).up();
-        until("all rails", || {
-            pair.left_link.path().rails.len() == rails && pair.right_link.path().rails.len() == rails
-        });
+        pair.wait_for_rails(rails);
         let (memory, target) = (pair.left.memory(&[bytes]), pair.right.memory(&[bytes]));
         let stream = scattered(bytes / (64 * KIB), 7, 64 * KIB);
         let mut times: Vec<Duration> = (0..3)

@@ -442,9 +442,7 @@ fn two_rails_share_the_work() {
         config.window_bytes_max = 1 << 20;
     });
     let pair = Pair::new(left, right).up();
-    until("two rails", || {
-        pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2
-    });
+    pair.wait_for_rails(2);
     let count = site.choose(64, 24);
     let (memory, target) = (
         pair.left.memory(&[count * 256 * KIB]),

@@ -132,7 +132,7 @@ impl LinkCore {
         format!("rail {}.{} to {}", lane.index, lane.epoch, self.peer.incarnation)
     }
 
-    /// Reports something, with no lock held that a caller of [`Link`] may wait for.
+    /// Reports something, with no lock held that a caller of [`Link`](kvxfer_core::transport::Link) may wait for.
     pub(crate) fn emit(&self, event: LinkEvent) {
         self.watcher.link_event(self.peer.incarnation, event);
     }

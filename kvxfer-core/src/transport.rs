@@ -1,5 +1,9 @@
 //! The seam between the runtime and the ways of moving bytes. A transport moves bytes and reports; it holds no policy.
 
+pub mod counters;
+mod in_turn;
+mod links;
+
 use std::net::SocketAddr;
 use std::sync::Arc;
 
@@ -7,6 +11,10 @@ use crate::error::{Error, Result};
 use crate::flow::{ChunkName, ChunkState, LaneName, SendEvent, SendPart, SendSpec, TransferId};
 use crate::id::{Generation, Incarnation, SlotId};
 use crate::memory::Region;
+
+pub use counters::Counter;
+pub use in_turn::InTurn;
+pub use links::Links;
 
 /// What a transport can do.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -210,15 +218,4 @@ pub enum LinkEvent {
     /// After [`Link::close`] or [`LinkEvent::Failed`]: nothing of this link touches blocks any more, nor does the peer's
     /// device by its lanes. Every slot that it had admitted counts as quiet from here on.
     Closed,
-}
-
-/// A counter's value with its labels.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Counter {
-    /// Name without the `kvxfer_` prefix, `_total` and `_bytes` where they belong.
-    pub name: &'static str,
-    /// Label pairs (peer, transport, rail, direction).
-    pub labels: Vec<(&'static str, String)>,
-    /// Value.
-    pub value: f64,
 }

@@ -1,8 +1,11 @@
 //! Per-rail counters, written by the rail's engine.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use kvxfer_core::transport::Counter;
+use kvxfer_core::transport::counters::RailReport;
+
+pub(crate) use kvxfer_core::transport::counters::add;
 
 /// What happened on one rail, over all its queue pairs.
 #[derive(Debug, Default)]
@@ -30,39 +33,20 @@ pub(crate) struct RailCounters {
     pub(crate) losses: AtomicU64,
 }
 
-/// Adds to a counter.
-pub(crate) fn add(counter: &AtomicU64, amount: u64) {
-    counter.fetch_add(amount, Ordering::Relaxed);
-}
-
 impl RailCounters {
     pub(crate) fn report(&self, peer: &str, rail: &str, out: &mut Vec<Counter>) {
-        let mut push = |name, direction: &str, counter: &AtomicU64| {
-            let mut labels = vec![
-                ("peer", peer.to_string()),
-                ("transport", "rdma".to_string()),
-                ("rail", rail.to_string()),
-            ];
-            if !direction.is_empty() {
-                labels.push(("direction", direction.to_string()));
-            }
-            out.push(Counter {
-                name,
-                labels,
-                value: counter.load(Ordering::Relaxed) as f64,
-            });
-        };
-        push("rail_bytes_total", "sent", &self.written_bytes);
-        push("rail_bytes_total", "received", &self.received_bytes);
-        push("rail_bytes_total", "read", &self.read_bytes);
-        push("rail_posted_bytes_total", "sent", &self.posted_writes);
-        push("rail_posted_bytes_total", "read", &self.posted_reads);
-        push("rail_requests_total", "", &self.requests);
-        push("rail_doorbells_total", "", &self.doorbells);
-        push("rail_closes_total", "", &self.closes);
-        push("rail_session_closes_total", "", &self.closes_over_session);
-        push("rail_stray_closes_total", "", &self.stray_closes);
-        push("rail_in_doubt_chunks_total", "", &self.in_doubt);
-        push("rail_losses_total", "", &self.losses);
+        let mut report = RailReport::new("rdma", peer, rail, out);
+        report.count_one_way("rail_bytes_total", "sent", &self.written_bytes);
+        report.count_one_way("rail_bytes_total", "received", &self.received_bytes);
+        report.count_one_way("rail_bytes_total", "read", &self.read_bytes);
+        report.count_one_way("rail_posted_bytes_total", "sent", &self.posted_writes);
+        report.count_one_way("rail_posted_bytes_total", "read", &self.posted_reads);
+        report.count("rail_requests_total", &self.requests);
+        report.count("rail_doorbells_total", &self.doorbells);
+        report.count("rail_closes_total", &self.closes);
+        report.count("rail_session_closes_total", &self.closes_over_session);
+        report.count("rail_stray_closes_total", &self.stray_closes);
+        report.count("rail_in_doubt_chunks_total", &self.in_doubt);
+        report.count("rail_losses_total", &self.losses);
     }
 }

@@ -1,15 +1,16 @@
 //! The transport: its devices, their engines, its links.
 
-use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::thread::JoinHandle;
 
 use kvxfer_core::flow::SlotTable;
 use kvxfer_core::memory::Region;
 use kvxfer_core::mutants;
-use kvxfer_core::transport::{Capabilities, Counter, Link, LinkPeer, LinkWatcher, RegionAccess, Registered, Transport};
-use kvxfer_core::{Error, ErrorKind, Incarnation, Result};
+use kvxfer_core::transport::{
+    Capabilities, Counter, Link, LinkPeer, LinkWatcher, Links, RegionAccess, Registered, Transport,
+};
+use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use crate::advert::{Advert, PORTS_MAX, PortAdvert};
@@ -37,13 +38,9 @@ pub(crate) struct Shared {
     pub(crate) engines: Box<[Arc<EngineShared>]>,
     pub(crate) registry: Registry,
     pub(crate) ports: Vec<PortAdvert>,
-    links: Mutex<HashMap<LinkKey, Arc<LinkCore>>>,
+    links: Mutex<Links<LinkCore>>,
     next_link: AtomicU64,
-    closed: AtomicBool,
 }
-
-/// A link is one session's: a new session of the same peer is another link.
-type LinkKey = (Incarnation, u128);
 
 impl RdmaTransport {
     /// Opens all usable devices and starts an engine for each.
@@ -70,14 +67,13 @@ impl RdmaTransport {
             },
         )?;
         let shared = Arc::new(Shared {
+            links: Mutex::new(Links::new("rdma", config.links_max)),
             config,
             slots,
             engines: engines.into(),
             registry,
             ports,
-            links: Mutex::default(),
             next_link: AtomicU64::new(0),
-            closed: AtomicBool::new(false),
         });
         let transport = RdmaTransport {
             shared: shared.clone(),
@@ -197,13 +193,6 @@ impl Transport for RdmaTransport {
     fn connect(&self, peer: LinkPeer, events: Arc<dyn LinkWatcher>) -> Result<Arc<dyn Link>> {
         let shared = &self.shared;
         let advert = Advert::parse(peer.incarnation, &peer.advert)?;
-        let key = (peer.incarnation, peer.token);
-        let refused = |kind, why: String, remedy: &str| {
-            Err(Error::new(kind, format!("a link to {}", peer.incarnation))
-                .at("rdma")
-                .because(why)
-                .remedy(remedy))
-        };
         let pairs = match peer.dials {
             true => {
                 let near = shared.near_ports();
@@ -216,26 +205,10 @@ impl Transport for RdmaTransport {
             }
             false => Vec::new(),
         };
-        let mut links = shared.links.lock();
-        if shared.closed.load(Ordering::SeqCst) {
-            return refused(
-                ErrorKind::Closed,
-                "the transport is shut down".into(),
-                "make a new endpoint",
-            );
-        }
-        if links.len() >= shared.config.links_max {
-            let why = format!("there are {} links already", links.len());
-            return refused(ErrorKind::Busy, why, "close links, or raise the limit `links_max`");
-        }
-        if links.contains_key(&key) {
-            let why = "this session has a link already".into();
-            return refused(ErrorKind::InvalidArgument, why, "use that link, or close it first");
-        }
-        let id = shared.next_link.fetch_add(1, Ordering::Relaxed);
-        let core = LinkCore::new(id, peer, advert, shared.clone(), events);
-        links.insert(key, core.clone());
-        drop(links);
+        let core = shared.links.lock().begin(&peer, || {
+            let id = shared.next_link.fetch_add(1, Ordering::Relaxed);
+            LinkCore::new(id, peer.clone(), advert, shared.clone(), events)
+        })?;
         for (rail, (own_port, peer_port)) in core.rails.iter().zip(pairs) {
             let Some(engine) = shared.engine_of_port(own_port) else {
                 continue;
@@ -254,12 +227,8 @@ impl Transport for RdmaTransport {
 
     fn counters(&self) -> Vec<Counter> {
         let mut out = Vec::new();
-        let links: Vec<_> = self.shared.links.lock().values().cloned().collect();
-        let gauge = |name, value: usize| Counter {
-            name,
-            labels: vec![("transport", "rdma".to_string())],
-            value: value as f64,
-        };
+        let links = self.shared.links.lock().all();
+        let gauge = |name, value| Counter::of_transport(name, "rdma", value);
         out.push(gauge("links", links.len()));
         out.push(gauge("rdma_regions", self.shared.registry.len()));
         out.push(gauge(
@@ -276,8 +245,7 @@ impl Transport for RdmaTransport {
     }
 
     fn shutdown(&self) {
-        self.shared.closed.store(true, Ordering::SeqCst);
-        let links: Vec<_> = self.shared.links.lock().values().cloned().collect();
+        let links = self.shared.links.lock().close();
         for link in &links {
             link.begin_close();
         }
@@ -353,6 +321,6 @@ impl Shared {
 
     /// Nothing is left of a link.
     pub(crate) fn link_ended(&self, link: &LinkCore) {
-        self.links.lock().remove(&(link.peer.incarnation, link.peer.token));
+        self.links.lock().end(&link.peer);
     }
 }

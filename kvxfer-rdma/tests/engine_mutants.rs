@@ -16,32 +16,15 @@ use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::RdmaConfig;
 use support::*;
 
-const KIB: u64 = 1 << 10;
-
 /// What was found to be wrong.
 type Verdict = Result<(), String>;
-
-const fn ms(count: u64) -> Duration {
-    Duration::from_millis(count)
-}
 
 fn check(right: bool, wrong: impl Into<String>) -> Verdict {
     if right { Ok(()) } else { Err(wrong.into()) }
 }
 
-fn is_all(memory: &Memory, stream: &Stream, byte: u8) -> bool {
-    memory.bytes(stream).iter().all(|&other| other == byte)
-}
-
 fn fabric(site: &Site) -> &FakeFabric {
     site.fabric.as_ref().expect("mutants are hunted on fakes")
-}
-
-fn posted(pair: &Pair, start: impl FnOnce() -> Sent) -> Sent {
-    let before = pair.left.counter("rail_requests_total");
-    let sent = start();
-    until("posted", || pair.left.counter("rail_requests_total") > before);
-    sent
 }
 
 /// The fence of a silent writer's queue pair ends when it is drained, not when patience does.
@@ -56,9 +39,7 @@ fn a_fence_drains() -> Verdict {
     let slot = pair.right.grant(stream.clone(), &target, None);
     site.delay(ms(20));
     pair.hold_after_admission(slot, || {
-        posted(&pair, || {
-            pair.push(&memory, stream.clone(), slot, &target, stream.clone())
-        })
+        pair.posted(|| pair.push(&memory, stream.clone(), slot, &target, stream.clone()))
     });
     let began = Instant::now();
     let close = pair.right.take_back(&pair.right_link, slot);
@@ -92,7 +73,7 @@ fn a_fence_flushes() -> Verdict {
     check(close == Close::Waiting, format!("closed as {close:?}"))?;
     target.paint(&stream, 1);
     std::thread::sleep(ms(600));
-    check(is_all(&target, &stream, 1), "blocks were written after their fence")
+    check(target.is_all(&stream, 1), "blocks were written after their fence")
 }
 
 /// At the moment of arrival the bytes are in place.
@@ -105,7 +86,7 @@ struct Look {
 
 impl SlotWatcher for Look {
     fn arrived(&self, message: Option<Arc<[u8]>>) {
-        if !is_all(&self.memory, &self.stream, 0xee) {
+        if !self.memory.is_all(&self.stream, 0xee) {
             self.wrong.store(true, Ordering::SeqCst);
         }
         self.arrival.arrived(message);
@@ -150,9 +131,7 @@ fn arrivals_are_true() -> Verdict {
     std::thread::sleep(ms(50));
     // One after the other, so that the bytes of each come after the close of the one before.
     for (stream, slot, _) in &slots {
-        posted(&pair, || {
-            pair.push(&memory, stream.clone(), *slot, &target, stream.clone())
-        });
+        pair.posted(|| pair.push(&memory, stream.clone(), *slot, &target, stream.clone()));
     }
     for (_, _, arrival) in &slots {
         check(arrival.wait(PATIENCE).is_some(), "something did not arrive")?;
@@ -209,7 +188,7 @@ fn writes_wait_for_admission() -> Verdict {
     target.paint(&stream, 1);
     std::thread::sleep(ms(300));
     check(
-        is_all(&target, &stream, 1),
+        target.is_all(&stream, 1),
         "blocks were written after they were given back",
     )
 }
@@ -224,15 +203,13 @@ fn stopped_means_stopped() -> Verdict {
     let slot = pair.right.grant(stream.clone(), &target, None);
     pair.right_link.admit(slot.0, slot.1);
     site.delay(ms(150));
-    posted(&pair, || {
-        pair.push(&memory, stream.clone(), slot, &target, stream.clone())
-    });
+    pair.posted(|| pair.push(&memory, stream.clone(), slot, &target, stream.clone()));
     let close = pair.right.take_back(&pair.right_link, slot);
     check(close == Close::Waiting, format!("closed as {close:?}"))?;
     target.paint(&stream, 1);
     std::thread::sleep(ms(400));
     check(
-        is_all(&target, &stream, 1),
+        target.is_all(&stream, 1),
         "blocks were written after the sender had stopped",
     )
 }
@@ -251,9 +228,7 @@ fn epochs_are_kept_apart() -> Verdict {
     // What is written does not get there, and what is said of it is late.
     fabric.set_now("fake1", "network_hold", "on").unwrap();
     pair.hold_after_admission(slot, || {
-        posted(&pair, || {
-            pair.push(&memory, stream.clone(), slot, &target, stream.clone())
-        })
+        pair.posted(|| pair.push(&memory, stream.clone(), slot, &target, stream.clone()))
     });
     fabric.set_now("fake1", "event", "port_down").unwrap();
     until("the receiver has lost its queue pair", || {
@@ -266,7 +241,7 @@ fn epochs_are_kept_apart() -> Verdict {
     site.delay(ms(50));
     pair.left_log.release();
     check(arrival.wait(Duration::from_secs(5)).is_some(), "it did not arrive")?;
-    check(is_all(&target, &stream, 0xee), "it arrived without its bytes")?;
+    check(target.is_all(&stream, 0xee), "it arrived without its bytes")?;
     let lost = pair.right_log.lost();
     let others: Vec<_> = lost
         .iter()
@@ -286,14 +261,12 @@ fn reads_are_fenced() -> Verdict {
     target.paint(&stream, 0xee);
     let slot = pair.left.grant(stream.clone(), &memory, None);
     site.delay(ms(100));
-    posted(&pair, || {
-        pair.pull(&memory, slot, stream.clone(), &target, stream.clone())
-    });
+    pair.posted(|| pair.pull(&memory, slot, stream.clone(), &target, stream.clone()));
     let close = pair.left.take_back(&pair.left_link, slot);
     memory.paint(&stream, 1);
     std::thread::sleep(ms(400));
     check(
-        is_all(&memory, &stream, 1),
+        memory.is_all(&stream, 1),
         "blocks were read into after they were given back",
     )?;
     check(close == Close::Waiting, format!("closed as {close:?}"))

@@ -12,9 +12,6 @@ use std::time::{Duration, Instant};
 use kvxfer_core::flow::Close;
 use support::*;
 
-const KIB: u64 = 1 << 10;
-const MIB: u64 = 1 << 20;
-
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
 struct Counting;
@@ -159,10 +156,8 @@ fn taking_blocks_back_is_quick() {
     site.delay(one_way);
     let mut times: Vec<Duration> = (0..40)
         .map(|_| {
-            let posted = pair.left.counter("rail_requests_total");
             let slot = pair.right.grant(stream.clone(), &target, None);
-            let sent = pair.push(&memory, stream.clone(), slot, &target, stream.clone());
-            until("posted", || pair.left.counter("rail_requests_total") > posted);
+            let sent = pair.posted(|| pair.push(&memory, stream.clone(), slot, &target, stream.clone()));
             let began = Instant::now();
             assert_eq!(pair.right.take_back(&pair.right_link, slot), Close::Waiting);
             let took = began.elapsed();
@@ -191,9 +186,7 @@ fn two_rails_are_nearly_twice_as_fast() {
             config.window_bytes_max = 2 * MIB;
         });
         let pair = Pair::new(left, right).up();
-        until("all rails", || {
-            pair.left_link.path().rails.len() == rails && pair.right_link.path().rails.len() == rails
-        });
+        pair.wait_for_rails(rails);
         let (memory, target) = (pair.left.memory(&[bytes]), pair.right.memory(&[bytes]));
         let stream = scattered(bytes / (64 * KIB), 7, 64 * KIB);
         let mut times: Vec<Duration> = (0..3)

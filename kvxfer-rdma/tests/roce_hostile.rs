@@ -270,8 +270,8 @@ fn noise() {
     let (left, right) = site.nodes(1, |_| {});
     let pair = Pair::new(left, right).up();
     for seed in 0..2000u64 {
-        let length = bytes_of(seed, 1)[0] as usize % 120;
-        let mut noise = bytes_of(seed + 1, length);
+        let length = pattern(seed, 1)[0] as usize % 120;
+        let mut noise = pattern(seed + 1, length);
         noise.insert(0, 1);
         if seed % 3 == 0 && length > 1 {
             noise[1] %= 14;

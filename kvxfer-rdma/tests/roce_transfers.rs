@@ -8,14 +8,11 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use kvxfer_core::ErrorKind;
-use kvxfer_core::flow::{Close, LaneName, PartExtent, SendPart};
+use kvxfer_core::flow::{Close, LaneName, SendPart};
 use kvxfer_core::memory::Segment;
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_rdma::RdmaConfig;
 use support::*;
-
-const KIB: u64 = 1 << 10;
-const MIB: u64 = 1 << 20;
 
 /// Pushes pieces and pulls them back, both scattered.
 fn both_ways(site: &Site, change: impl Fn(&mut RdmaConfig), count: u64, length: u64) {
@@ -128,13 +125,7 @@ fn parts_in_any_order_and_late() {
     };
     let part = |number: u32| SendPart {
         part: number,
-        extent: PartExtent {
-            token_start: number * length,
-            token_end: (number + 1) * length,
-            layer_start: 0,
-            layer_end: 1,
-            states: false,
-        },
+        extent: tokens(number * length, (number + 1) * length),
         stream: window(&all, number),
         remote: Some(window(&placed, number)),
     };
@@ -244,7 +235,7 @@ fn user_messages_come_with_the_arrival() {
     let (memory, target) = (pair.left.memory(&[256 * KIB]), pair.right.memory(&[256 * KIB]));
     memory.fill(0, 1);
     for length in [1, 1000, 64 << 10] {
-        let message: Arc<[u8]> = bytes_of(9, length).into();
+        let message: Arc<[u8]> = pattern(9, length).into();
         let stream = range(0, 100_000);
         let arrival = Arc::new(Arrival::default());
         let slot = pair.right.grant(stream.clone(), &target, Some(arrival.clone()));
@@ -378,13 +369,7 @@ fn close_numbers_stay_apart() {
             id,
             SendPart {
                 part: number,
-                extent: PartExtent {
-                    token_start: number * length,
-                    token_end: (number + 1) * length,
-                    layer_start: 0,
-                    layer_end: 1,
-                    states: false,
-                },
+                extent: tokens(number * length, (number + 1) * length),
                 stream: stream.clone(),
                 remote: Some(stream),
             },
@@ -457,9 +442,7 @@ fn two_rails_share_the_work() {
         config.window_bytes_max = 1 << 20;
     });
     let pair = Pair::new(left, right).up();
-    until("two rails", || {
-        pair.left_link.path().rails.len() == 2 && pair.right_link.path().rails.len() == 2
-    });
+    pair.wait_for_rails(2);
     let count = site.choose(64, 24);
     let (memory, target) = (
         pair.left.memory(&[count * 256 * KIB]),

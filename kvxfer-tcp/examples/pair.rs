@@ -10,7 +10,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvxfer_tcp::TcpConfig;
-use support::{Arrival, PATIENCE, Pair, Push, host, pattern, random_pieces, read_stream, write_stream};
+use support::*;
 
 fn main() {
     let arguments: Vec<u64> = std::env::args().skip(1).filter_map(|text| text.parse().ok()).collect();
@@ -19,7 +19,7 @@ fn main() {
     let pool = (2 * block * blocks).max(1 << 20);
 
     let pair = Pair::new(TcpConfig::default()).up();
-    println!("path: {:?}", pair.link_a.path());
+    println!("path: {:?}", pair.left_link.path());
     let (source, destination) = (host(pool), host(pool));
     for repetition in 0..repetitions {
         let from = Arc::new(random_pieces(repetition * 2 + 1, pool, blocks as usize, block));
@@ -27,13 +27,13 @@ fn main() {
         let bytes = pattern(repetition + 1, from.bytes() as usize);
         write_stream(&source, &*from, &bytes);
         let arrival = Arc::new(Arrival::default());
-        let slot = pair.b.grant(to.clone(), &destination, Some(arrival.clone()));
+        let slot = pair.right.grant(to.clone(), &destination, Some(arrival.clone()));
         let start = Instant::now();
-        let (id, _gate) = Push::new(repetition, slot, &source, from).submit(&pair.link_a);
+        let Sent { id, .. } = Push::new(repetition, slot, &source, from).submit(&pair.left_link);
         assert!(arrival.wait(PATIENCE).is_some(), "the blocks did not arrive");
         let seconds = start.elapsed().as_secs_f64();
-        pair.log_a.arrived(id);
-        pair.link_a.forget(id);
+        pair.left_log.arrived(id);
+        pair.left_link.forget(id);
         assert!(
             read_stream(&destination, &*to) == bytes,
             "other bytes arrived than were sent"

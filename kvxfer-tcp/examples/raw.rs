@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use kvxfer_core::memory::Region;
 use kvxfer_tcp::TcpConfig;
-use support::{Arrival, PATIENCE, Pair, Pieces, Push, host, random_pieces};
+use support::*;
 
 struct Settings {
     repetitions: usize,
@@ -143,13 +143,13 @@ fn main() {
             id += 1;
             let sample = timed(|| {
                 let arrival = Arc::new(Arrival::default());
-                let slot = pair.b.grant(to.clone(), &destination, Some(arrival.clone()));
-                let (id, _gate) = Push::new(id, slot, &source, from.clone()).submit(&pair.link_a);
+                let slot = pair.right.grant(to.clone(), &destination, Some(arrival.clone()));
+                let Sent { id, .. } = Push::new(id, slot, &source, from.clone()).submit(&pair.left_link);
                 arrival.wait(PATIENCE).expect("the arrival");
-                pair.log_a.arrived(id);
-                pair.link_a.forget(id);
-                pair.b.slots.close(slot.0, slot.1);
-                pair.b.slots.release(slot.0, slot.1);
+                pair.left_log.arrived(id);
+                pair.left_link.forget(id);
+                pair.right.slots.close(slot.0, slot.1);
+                pair.right.slots.release(slot.0, slot.1);
             });
             of_link.push(sample);
         }
@@ -210,7 +210,7 @@ fn ping_pong(pair: &Pair, buffer: usize) {
     // Grants are made ahead, as an engine would.
     let slots: Vec<_> = (0..2 * rounds)
         .map(|index| {
-            let node = if index % 2 == 0 { &pair.b } else { &pair.a };
+            let node = if index % 2 == 0 { &pair.right } else { &pair.left };
             node.grant(piece(), &regions[index % 2], Some(arrivals[index].clone()))
         })
         .collect();
@@ -227,15 +227,15 @@ fn ping_pong(pair: &Pair, buffer: usize) {
         scope.spawn(|| {
             for (index, pong) in pongs.into_iter().enumerate() {
                 arrivals[2 * index].wait(PATIENCE).expect("the ping");
-                let (id, _gate) = pong.submit(&pair.link_b);
+                let Sent { id, .. } = pong.submit(&pair.right_link);
                 if id.0 % 64 == 0 {
-                    (id.0 - 64..id.0).for_each(|id| pair.link_b.forget(kvxfer_core::flow::TransferId(id)));
+                    (id.0 - 64..id.0).for_each(|id| pair.right_link.forget(kvxfer_core::flow::TransferId(id)));
                 }
             }
         });
         for (index, ping) in pings.into_iter().enumerate() {
             let start = Instant::now();
-            ping.submit(&pair.link_a);
+            ping.submit(&pair.left_link);
             arrivals[2 * index + 1].wait(PATIENCE).expect("the pong");
             of_link.push(start.elapsed().as_secs_f64());
         }

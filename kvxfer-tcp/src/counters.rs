@@ -1,8 +1,11 @@
 //! Per-lane counters: one padded group per lane, written by whoever moves the lane's bytes.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::AtomicU64;
 
 use kvxfer_core::transport::Counter;
+use kvxfer_core::transport::counters::RailReport;
+
+pub(crate) use kvxfer_core::transport::counters::add;
 
 /// What happened on one lane, over all its connections.
 #[derive(Debug, Default)]
@@ -27,35 +30,16 @@ pub(crate) struct DirectionCounters {
     pub(crate) calls: AtomicU64,
 }
 
-/// Adds to a counter.
-pub(crate) fn add(counter: &AtomicU64, amount: u64) {
-    counter.fetch_add(amount, Ordering::Relaxed);
-}
-
 impl LaneCounters {
     pub(crate) fn report(&self, peer: &str, rail: &str, out: &mut Vec<Counter>) {
-        let mut push = |name, direction: &str, counter: &AtomicU64| {
-            let mut labels = vec![
-                ("peer", peer.to_string()),
-                ("transport", "tcp".to_string()),
-                ("rail", rail.to_string()),
-            ];
-            if !direction.is_empty() {
-                labels.push(("direction", direction.to_string()));
-            }
-            out.push(Counter {
-                name,
-                labels,
-                value: counter.load(Ordering::Relaxed) as f64,
-            });
-        };
+        let mut report = RailReport::new("tcp", peer, rail, out);
         for (direction, counters) in [("sent", &self.sent), ("received", &self.received)] {
-            push("rail_bytes_total", direction, &counters.bytes);
-            push("rail_chunks_total", direction, &counters.chunks);
-            push("rail_calls_total", direction, &counters.calls);
+            report.count_one_way("rail_bytes_total", direction, &counters.bytes);
+            report.count_one_way("rail_chunks_total", direction, &counters.chunks);
+            report.count_one_way("rail_calls_total", direction, &counters.calls);
         }
-        push("rail_refused_chunks_total", "", &self.refused);
-        push("rail_in_doubt_chunks_total", "", &self.in_doubt);
-        push("rail_losses_total", "", &self.losses);
+        report.count("rail_refused_chunks_total", &self.refused);
+        report.count("rail_in_doubt_chunks_total", &self.in_doubt);
+        report.count("rail_losses_total", &self.losses);
     }
 }

@@ -1,10 +1,10 @@
 //! A link: the lanes to one peer and what they share. Calls come from any thread and never block.
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
 use kvxfer_core::flow::{ChunkName, ChunkState, Gate, LaneName, LinkSender, SendPart, SendSpec, SlotTable, TransferId};
-use kvxfer_core::transport::{Link, LinkEvent, LinkPeer, LinkWatcher, Path};
+use kvxfer_core::transport::{InTurn, Link, LinkEvent, LinkPeer, LinkWatcher, Path};
 use kvxfer_core::{Error, Result};
 use parking_lot::Mutex;
 
@@ -33,9 +33,7 @@ pub(crate) struct LinkCore {
     pub(crate) lanes_left: AtomicUsize,
     workers: Arc<[Arc<WorkerShared>]>,
     watcher: Arc<dyn LinkWatcher>,
-    // Sender events are reported by one thread at a time, so that their order is kept.
-    reporting: Mutex<()>,
-    report_due: AtomicBool,
+    reports: InTurn,
     // The transfer that was submitted last, if nothing else had work then: it may be sent by the submitting thread.
     lone_transfer: AtomicU64,
 }
@@ -62,8 +60,7 @@ impl LinkCore {
             slots,
             workers,
             watcher,
-            reporting: Mutex::new(()),
-            report_due: AtomicBool::new(false),
+            reports: InTurn::default(),
             lone_transfer: AtomicU64::new(NONE),
         })
     }
@@ -82,20 +79,10 @@ impl LinkCore {
 
     /// Reports what the sender has to say, in order. Only on data threads.
     pub(crate) fn report(&self) {
-        self.report_due.store(true, Ordering::SeqCst);
-        while self.report_due.load(Ordering::SeqCst) {
-            // Whoever is reporting looks again after it has let go.
-            let Some(_reporting) = self.reporting.try_lock() else {
-                return;
-            };
-            while self.report_due.swap(false, Ordering::SeqCst) {
-                loop {
-                    let event = self.sender.lock().poll_event();
-                    let Some(event) = event else { break };
-                    self.emit(LinkEvent::Send(event));
-                }
-            }
-        }
+        self.reports.report(
+            || self.sender.lock().poll_event(),
+            |event| self.emit(LinkEvent::Send(event)),
+        );
     }
 
     pub(crate) fn closed(&self) -> bool {

@@ -1,6 +1,5 @@
 //! The transport: its threads, its links, and connections that wait for their link.
 
-use std::collections::HashMap;
 use std::net::TcpStream;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -11,10 +10,10 @@ use std::time::Duration;
 use kvxfer_core::flow::SlotTable;
 use kvxfer_core::memory::Region;
 use kvxfer_core::transport::{
-    Capabilities, Counter, Link, LinkEvent, LinkPeer, LinkWatcher, RegionAccess, Registered, Transport,
+    Capabilities, Counter, Link, LinkEvent, LinkPeer, LinkWatcher, Links, RegionAccess, Registered, Transport,
 };
 use kvxfer_core::wire::lane::LaneHello;
-use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
+use kvxfer_core::{Error, ErrorKind, Result, Time};
 use parking_lot::Mutex;
 
 use crate::config::{LANES_MAX, TcpConfig};
@@ -42,15 +41,11 @@ pub(crate) struct Shared {
     pub(crate) config: Arc<TcpConfig>,
     slots: Arc<SlotTable>,
     workers: Arc<[Arc<WorkerShared>]>,
-    links: Mutex<HashMap<LinkKey, Arc<LinkCore>>>,
+    links: Mutex<Links<LinkCore>>,
     parked: Mutex<Vec<Parked>>,
     any_parked: AtomicBool,
     next_worker: AtomicUsize,
-    closed: AtomicBool,
 }
-
-/// A link is one session's: a new session of the same peer is another link.
-type LinkKey = (Incarnation, u128);
 
 struct Parked {
     socket: OwnedFd,
@@ -72,14 +67,13 @@ impl TcpTransport {
             .collect::<std::io::Result<_>>()
             .map_err(system("epoll_create1"))?;
         let shared = Arc::new(Shared {
+            links: Mutex::new(Links::new("tcp", config.links_max)),
             config: Arc::new(config),
             slots,
             workers: workers.into(),
-            links: Mutex::default(),
             parked: Mutex::default(),
             any_parked: AtomicBool::new(false),
             next_worker: AtomicUsize::new(0),
-            closed: AtomicBool::new(false),
         });
         let transport = TcpTransport {
             shared: shared.clone(),
@@ -140,41 +134,18 @@ impl Transport for TcpTransport {
     fn connect(&self, peer: LinkPeer, events: Arc<dyn LinkWatcher>) -> Result<Arc<dyn Link>> {
         let shared = &self.shared;
         let lanes = shared.config.lanes.min(parse_advert(&peer)?);
-        let key = (peer.incarnation, peer.token);
-        let refused = |kind, why: String, remedy: &str| {
-            Err(Error::new(kind, format!("a link to {}", peer.incarnation))
-                .at("tcp")
-                .because(why)
-                .remedy(remedy))
-        };
         let first = shared.next_worker.fetch_add(usize::from(lanes), Ordering::Relaxed);
-        let mut links = shared.links.lock();
-        if shared.closed.load(Ordering::SeqCst) {
-            return refused(
-                ErrorKind::Closed,
-                "the transport is shut down".into(),
-                "make a new endpoint",
-            );
-        }
-        if links.len() >= shared.config.links_max {
-            let why = format!("there are {} links already", links.len());
-            return refused(ErrorKind::Busy, why, "close links, or raise the limit `links_max`");
-        }
-        if links.contains_key(&key) {
-            let why = "this session has a link already".into();
-            return refused(ErrorKind::InvalidArgument, why, "use that link, or close it first");
-        }
-        let core = LinkCore::new(
-            peer.clone(),
-            shared.config.clone(),
-            shared.slots.clone(),
-            lanes,
-            first,
-            shared.workers.clone(),
-            events,
-        );
-        links.insert(key, core.clone());
-        drop(links);
+        let core = shared.links.lock().begin(&peer, || {
+            LinkCore::new(
+                peer.clone(),
+                shared.config.clone(),
+                shared.slots.clone(),
+                lanes,
+                first,
+                shared.workers.clone(),
+                events,
+            )
+        })?;
         for parked in shared.unpark(&core) {
             if let Err(error) = deliver(&core, parked.socket, parked.hello) {
                 tracing::debug!(%error, "a lane that had waited for its link was refused");
@@ -188,23 +159,19 @@ impl Transport for TcpTransport {
 
     fn counters(&self) -> Vec<Counter> {
         let mut out = Vec::new();
-        let gauge = |name, value| Counter {
-            name,
-            labels: vec![("transport", "tcp".to_string())],
-            value,
-        };
+        let gauge = |name, value| Counter::of_transport(name, "tcp", value);
         let staging =
             |of: fn(&WorkerShared) -> usize| self.shared.workers.iter().map(|worker| of(worker)).sum::<usize>();
         out.push(gauge(
             "staging_allocated_bytes",
-            staging(|worker| worker.staging.bytes()) as f64,
+            staging(|worker| worker.staging.bytes()),
         ));
         out.push(gauge(
             "staging_buffers_in_use",
-            staging(|worker| worker.staging.in_use()) as f64,
+            staging(|worker| worker.staging.in_use()),
         ));
-        let links: Vec<_> = self.shared.links.lock().values().cloned().collect();
-        out.push(gauge("links", links.len() as f64));
+        let links = self.shared.links.lock().all();
+        out.push(gauge("links", links.len()));
         for link in links {
             let peer = link.peer.incarnation.to_string();
             for lane in &link.lanes {
@@ -215,8 +182,7 @@ impl Transport for TcpTransport {
     }
 
     fn shutdown(&self) {
-        self.shared.closed.store(true, Ordering::SeqCst);
-        let links: Vec<_> = self.shared.links.lock().values().cloned().collect();
+        let links = self.shared.links.lock().close();
         for link in links {
             link.open.close();
         }
@@ -246,7 +212,7 @@ impl Shared {
     /// A lane of this link has ended. With the last one the link has.
     pub(crate) fn lane_ended(&self, link: &Arc<LinkCore>) {
         if link.lanes_left.fetch_sub(1, Ordering::SeqCst) == 1 {
-            self.links.lock().remove(&(link.peer.incarnation, link.peer.token));
+            self.links.lock().end(&link.peer);
             link.report();
             link.emit(LinkEvent::Closed);
         }
@@ -278,7 +244,7 @@ impl Shared {
             lane: hello.lane,
             why,
         };
-        if self.closed.load(Ordering::SeqCst) {
+        if self.links.lock().is_closed() {
             return Err(TcpError::Closed { peer: hello.from });
         }
         if hello.lane.index >= LANES_MAX {
@@ -290,10 +256,10 @@ impl Shared {
             .map_err(system("setsockopt"))?;
         // Held to the end of parking, so that a link that comes meanwhile looks after it.
         let links = self.links.lock();
-        if let Some(link) = links.get(&(hello.from, hello.token)) {
+        if let Some(link) = links.get(hello.from, hello.token) {
             return deliver(link, socket, hello);
         }
-        if links.keys().any(|(peer, _)| *peer == hello.from) {
+        if links.has_peer(hello.from) {
             tracing::debug!(from = %hello.from, "a lane with another session's token waits for a link");
         }
         let mut parked = self.parked.lock();

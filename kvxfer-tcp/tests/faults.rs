@@ -12,10 +12,7 @@ use kvxfer_core::ErrorKind;
 use kvxfer_core::flow::{Close, SendEvent, TransferId};
 use kvxfer_core::transport::{Link, LinkEvent, Transport};
 use kvxfer_tcp::TcpConfig;
-use support::{
-    Arrival, Log, Node, PATIENCE, Pair, Push, World, host, pattern, random_pieces, read_stream, small_buffers, v4, v6,
-    write_stream,
-};
+use support::*;
 
 in_every_world!(
     a_cancelled_grant_is_fenced_at_once_and_its_blocks_can_be_reused,
@@ -37,46 +34,44 @@ fn a_cancelled_grant_is_fenced_at_once_and_its_blocks_can_be_reused(world: &Worl
     let to = Arc::new(random_pieces(2, pool, 1000, 8192));
     write_stream(&source, &*from, &pattern(1, 8_192_000));
     let arrival = Arc::new(Arrival::default());
-    let slot = pair.b.grant(to.clone(), &destination, Some(arrival.clone()));
+    let slot = pair.right.grant(to.clone(), &destination, Some(arrival.clone()));
     proxy.stall_after(700_000);
-    let (id, gate) = Push::new(1, slot, &source, from.clone()).submit(&pair.link_a);
+    let Sent { id, gate } = Push::new(1, slot, &source, from.clone()).submit(&pair.left_link);
     proxy.stalled();
 
     // Bytes are outstanding, in the middle of a chunk, and the receiver takes its blocks back.
-    let close = pair.b.slots.close(slot.0, slot.1);
+    let close = pair.right.slots.close(slot.0, slot.1);
     if close == Close::Waiting {
-        pair.log_b.wait("fence", |event| {
-            (matches!(event, LinkEvent::SlotQuiet) && pair.b.slots.fenced(slot.0, slot.1)).then_some(())
+        pair.right_log.wait("fence", |event| {
+            (matches!(event, LinkEvent::SlotQuiet) && pair.right.slots.fenced(slot.0, slot.1)).then_some(())
         });
     } else {
         assert_eq!(close, Close::Fenced);
     }
-    assert!(pair.b.slots.fenced(slot.0, slot.1));
+    assert!(pair.right.slots.fenced(slot.0, slot.1));
     let reused = pattern(99, 8_192_000);
     write_stream(&destination, &*to, &reused);
 
     // The rest comes, and is thrown away.
     let passed = proxy.passed();
     proxy.resume();
-    pair.log_a.wait("refusal", |event| {
-        matches!(event, LinkEvent::Send(SendEvent::Refused(refused)) if *refused == id).then_some(())
-    });
+    pair.left_log.refused(id);
     assert!(proxy.passed() > passed, "bytes were outstanding");
     gate.close();
-    pair.link_a.stop(id);
-    pair.log_a.quiet(id);
+    pair.left_link.stop(id);
+    pair.left_log.quiet(id);
     assert!(read_stream(&destination, &*to) == reused, "a late write");
     assert!(arrival.wait(Duration::ZERO).is_none());
-    assert!(pair.b.slots.release(slot.0, slot.1));
+    assert!(pair.right.slots.release(slot.0, slot.1));
 
     // The lanes are clean: the next grant of the same blocks arrives over them.
     let bytes = pattern(3, 8_192_000);
     write_stream(&source, &*from, &bytes);
-    let slot = pair.b.grant(to.clone(), &destination, None);
-    let (id, _gate) = Push::new(2, slot, &source, from).submit(&pair.link_a);
-    pair.log_a.arrived(id);
+    let slot = pair.right.grant(to.clone(), &destination, None);
+    let Sent { id, .. } = Push::new(2, slot, &source, from).submit(&pair.left_link);
+    pair.left_log.arrived(id);
     assert!(read_stream(&destination, &*to) == bytes);
-    assert_eq!(pair.log_a.lost().len() + pair.log_b.lost().len(), 0);
+    assert_eq!(pair.left_log.lost().len() + pair.right_log.lost().len(), 0);
 }
 
 fn a_source_taken_back_midway_never_counts(world: &World) {
@@ -88,12 +83,12 @@ fn a_source_taken_back_midway_never_counts(world: &World) {
     let to = Arc::new(random_pieces(2, pool, 4, 2 * MIB as u64));
     write_stream(&source, &*from, &pattern(1, 8 * MIB));
     let arrival = Arc::new(Arrival::default());
-    let slot = pair.b.grant(to.clone(), &destination, Some(arrival.clone()));
+    let slot = pair.right.grant(to.clone(), &destination, Some(arrival.clone()));
     proxy.stall_after(300_000);
-    let (id, gate) = Push::new(1, slot, &source, from.clone()).submit(&pair.link_a);
+    let Sent { id, gate } = Push::new(1, slot, &source, from.clone()).submit(&pair.left_link);
     proxy.stalled();
     gate.close();
-    pair.link_a.stop(id);
+    pair.left_link.stop(id);
     let end = Instant::now() + Duration::from_secs(2);
     while !gate.fenced() {
         assert!(Instant::now() < end, "nobody stays inside a closed gate");
@@ -103,29 +98,29 @@ fn a_source_taken_back_midway_never_counts(world: &World) {
     let reused = pattern(42, pool as usize);
     source[0].copy_in(0, &reused).unwrap();
     assert_eq!(
-        pair.log_a
+        pair.left_log
             .count(|event| matches!(event, LinkEvent::Send(SendEvent::Quiet(_)))),
         0,
         "chunks are out"
     );
     proxy.resume();
-    pair.log_a.quiet(id);
+    pair.left_log.quiet(id);
 
     // Chunks that were begun were filled up and did not count; whole ones carry the bytes of before.
-    let progress = pair.b.slots.progress(slot.0, slot.1).unwrap();
+    let progress = pair.right.slots.progress(slot.0, slot.1).unwrap();
     assert!(
         !progress.arrived && progress.applied_bytes < 8 * MIB as u64,
         "{progress:?}"
     );
     assert!(arrival.wait(Duration::ZERO).is_none());
-    assert_eq!(pair.b.slots.close(slot.0, slot.1), Close::Fenced);
-    assert!(pair.b.slots.release(slot.0, slot.1));
-    let slot = pair.b.grant(to.clone(), &destination, None);
-    let (id, _gate) = Push::new(2, slot, &source, from.clone()).submit(&pair.link_a);
-    pair.log_a.arrived(id);
+    assert_eq!(pair.right.slots.close(slot.0, slot.1), Close::Fenced);
+    assert!(pair.right.slots.release(slot.0, slot.1));
+    let slot = pair.right.grant(to.clone(), &destination, None);
+    let Sent { id, .. } = Push::new(2, slot, &source, from.clone()).submit(&pair.left_link);
+    pair.left_log.arrived(id);
     assert!(read_stream(&destination, &*to) == read_stream(&source, &*from));
     assert_eq!(
-        pair.log_a.lost().len() + pair.log_b.lost().len(),
+        pair.left_log.lost().len() + pair.right_log.lost().len(),
         0,
         "the lanes stayed clean"
     );
@@ -141,14 +136,15 @@ fn a_lost_lane_is_resumed_behind_its_fence(world: &World) {
     let bytes = pattern(1, 8_192_000);
     write_stream(&source, &*from, &bytes);
     let arrival = Arc::new(Arrival::default());
-    let slot = pair.b.grant(to.clone(), &destination, Some(arrival.clone()));
+    let slot = pair.right.grant(to.clone(), &destination, Some(arrival.clone()));
     proxy.stall_after(500_000);
-    pair.hold_fences.store(true, Ordering::SeqCst);
-    let (id, _gate) = Push::new(1, slot, &source, from).submit(&pair.link_a);
+    pair.left_log.hold();
+    pair.right_log.hold();
+    let Sent { id, .. } = Push::new(1, slot, &source, from).submit(&pair.left_link);
     proxy.stalled();
     proxy.cut_one();
     proxy.resume();
-    pair.log_a.wait("loss", |event| {
+    pair.left_log.wait("loss", |event| {
         matches!(event, LinkEvent::LaneLost { chunks, .. } if !chunks.is_empty()).then_some(())
     });
     // Without the receiver's fence nothing of the lost lane is sent again, however much else goes through.
@@ -156,15 +152,16 @@ fn a_lost_lane_is_resumed_behind_its_fence(world: &World) {
         arrival.wait(Duration::from_millis(300)).is_none(),
         "sent again without a fence"
     );
-    pair.hold_fences.store(false, Ordering::SeqCst);
+    pair.left_log.release();
+    pair.right_log.release();
     assert!(arrival.wait(PATIENCE).is_some());
     assert_eq!(arrival.times.load(Ordering::SeqCst), 1);
-    pair.log_a.arrived(id);
+    pair.left_log.arrived(id);
     assert!(read_stream(&destination, &*to) == bytes);
-    let lost = pair.log_a.lost();
+    let lost = pair.left_log.lost();
     assert_eq!(lost[0].2.kind(), ErrorKind::Transport, "{:?}", lost[0].2);
     let name = lost[0].0;
-    let fenced = pair.log_b.wait("fence", |event| match event {
+    let fenced = pair.right_log.wait("fence", |event| match event {
         LinkEvent::LaneFenced { lane, chunks } if *lane == name => Some(chunks.len()),
         _ => None,
     });
@@ -174,7 +171,7 @@ fn a_lost_lane_is_resumed_behind_its_fence(world: &World) {
     );
     // The lane comes back by itself, with a higher epoch.
     let end = Instant::now() + PATIENCE;
-    while pair.link_a.path().rails.len() < 2 {
+    while pair.left_link.path().rails.len() < 2 {
         assert!(Instant::now() < end, "the lane is not dialed again");
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -190,11 +187,11 @@ fn a_lane_that_dies_again_and_again_loses_nothing(world: &World) {
     let bytes = pattern(1, 1500 * 8192);
     write_stream(&source, &*from, &bytes);
     let arrival = Arc::new(Arrival::default());
-    let slot = pair.b.grant(to.clone(), &destination, Some(arrival.clone()));
+    let slot = pair.right.grant(to.clone(), &destination, Some(arrival.clone()));
     proxy.stall_after(400_000);
-    let (id, _gate) = Push::new(1, slot, &source, from)
+    let Sent { id, .. } = Push::new(1, slot, &source, from)
         .message(b"still once")
-        .submit(&pair.link_a);
+        .submit(&pair.left_link);
     let mut cuts = 0;
     for round in 0..6 {
         proxy.stalled();
@@ -205,9 +202,9 @@ fn a_lane_that_dies_again_and_again_loses_nothing(world: &World) {
     assert!(cuts >= 6);
     let message = arrival.wait(PATIENCE).expect("the arrival");
     assert_eq!(message.as_deref(), Some(&b"still once"[..]));
-    pair.log_a.arrived(id);
+    pair.left_log.arrived(id);
     assert!(read_stream(&destination, &*to) == bytes);
-    assert!(!pair.log_a.lost().is_empty() && !pair.log_b.lost().is_empty());
+    assert!(!pair.left_log.lost().is_empty() && !pair.right_log.lost().is_empty());
 }
 
 fn a_stalled_peer_delays_no_other(world: &World) {
@@ -216,47 +213,46 @@ fn a_stalled_peer_delays_no_other(world: &World) {
         staging_buffers_max: 3,
         ..small_buffers()
     };
-    // `a` sends to `b`, which stalls in the middle of chunks, and to `c`, over one thread; `c` receives from both.
+    // The left node sends to the right one, which stalls in the middle of chunks, and to `c`, over one thread; `c` receives from both.
     let proxy = world.proxy();
-    let mut pair = world.through(config.clone(), &proxy);
+    let pair = world.through(config.clone(), &proxy);
     let pool = 16 * MIB as u64;
     let (source, destination) = (world.regions(pool), world.regions(pool));
     let from = Arc::new(random_pieces(1, pool, 8, MIB as u64));
     let to = Arc::new(random_pieces(2, pool, 8, MIB as u64));
     let bytes = pattern(1, 8 * MIB);
     write_stream(&source, &*from, &bytes);
-    let slot = pair.b.grant(to.clone(), &destination, None);
+    let slot = pair.right.grant(to.clone(), &destination, None);
     proxy.stall_after(1_500_000);
-    let (stalled, _gate) = Push::new(1, slot, &source, from.clone()).submit(&pair.link_a);
+    let Sent { id: stalled, .. } = Push::new(1, slot, &source, from.clone()).submit(&pair.left_link);
     proxy.stalled();
 
     let c = Node::new(0xc, config, world.ip);
     let log_c = Arc::new(Log::default());
     let log_ac = Arc::new(Log::default());
-    let _link_ca = c.transport.connect(pair.a.peer(&c, 9, false), log_c).unwrap();
+    let _link_ca = c.transport.connect(pair.left.peer(&c, 9, false), log_c).unwrap();
     let link_ac = pair
-        .a
+        .left
         .transport
-        .connect(c.peer(&pair.a, 9, true), log_ac.clone())
+        .connect(c.peer(&pair.left, 9, true), log_ac.clone())
         .unwrap();
     let second = world.regions(pool);
     for id in 10..16 {
         let slot = c.grant(to.clone(), &second, None);
-        let (id, _gate) = Push::new(id, slot, &source, from.clone()).submit(&link_ac);
+        let Sent { id, .. } = Push::new(id, slot, &source, from.clone()).submit(&link_ac);
         log_ac.arrived(id);
         assert!(read_stream(&second, &*to) == bytes);
     }
     assert!(
-        pair.b
+        pair.right
             .slots
             .progress(slot.0, slot.1)
             .is_some_and(|progress| !progress.arrived)
     );
     proxy.resume();
-    pair.log_a.arrived(stalled);
+    pair.left_log.arrived(stalled);
     assert!(read_stream(&destination, &*to) == bytes);
     link_ac.close();
-    pair.hold_fences = Default::default();
 }
 
 fn closing_in_traffic_ends_all_touching(world: &World) {
@@ -266,14 +262,12 @@ fn closing_in_traffic_ends_all_touching(world: &World) {
     let (source, destination) = (world.regions(pool), world.regions(pool));
     let from = Arc::new(random_pieces(1, pool, 16, MIB as u64));
     let to = Arc::new(random_pieces(2, pool, 16, MIB as u64));
-    let slot = pair.b.grant(to.clone(), &destination, None);
+    let slot = pair.right.grant(to.clone(), &destination, None);
     proxy.stall_after(2_000_000);
-    let (id, gate) = Push::new(1, slot, &source, from.clone()).submit(&pair.link_a);
+    let Sent { id, gate } = Push::new(1, slot, &source, from.clone()).submit(&pair.left_link);
     proxy.stalled();
-    pair.link_b.close();
-    pair.log_b.wait("end of the link", |event| {
-        matches!(event, LinkEvent::Closed).then_some(())
-    });
+    pair.right_link.close();
+    pair.right_log.closed();
     let reused = pattern(5, 16 * MIB);
     write_stream(&destination, &*to, &reused);
     proxy.resume();
@@ -283,22 +277,23 @@ fn closing_in_traffic_ends_all_touching(world: &World) {
         "a write after the link had closed"
     );
 
-    pair.link_a.close();
-    pair.log_a.wait("end of the link", |event| {
-        matches!(event, LinkEvent::Closed).then_some(())
-    });
+    pair.left_link.close();
+    pair.left_log.closed();
     // Nobody is inside: closing finds the gate fenced.
     assert!(gate.close());
-    let error = pair.link_a.submit(Push::new(2, slot, &source, from).spec).unwrap_err();
+    let error = pair
+        .left_link
+        .submit(Push::new(2, slot, &source, from).spec)
+        .unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Closed);
-    assert_eq!(pair.log_a.count(|event| matches!(event, LinkEvent::Closed)), 1);
-    assert_eq!(pair.log_b.count(|event| matches!(event, LinkEvent::Closed)), 1);
+    assert_eq!(pair.left_log.count(|event| matches!(event, LinkEvent::Closed)), 1);
+    assert_eq!(pair.right_log.count(|event| matches!(event, LinkEvent::Closed)), 1);
     assert_eq!(
-        pair.log_a
+        pair.left_log
             .count(|event| matches!(event, LinkEvent::Send(SendEvent::Arrived(_)))),
         0
     );
-    assert_eq!((pair.a.transport.links(), pair.b.transport.links()), (0, 0));
+    assert_eq!((pair.left.transport.links(), pair.right.transport.links()), (0, 0));
     let _ = id;
 }
 
@@ -309,28 +304,28 @@ fn a_small_transfer_does_not_wait_for_a_large_one() {
     let (source, destination) = (host(large), host(large));
     let (small_source, small_destination) = (host(small), host(small));
     let arrival = Arc::new(Arrival::default());
-    let slot = pair.b.grant(
+    let slot = pair.right.grant(
         Arc::new(random_pieces(2, large, 256, MIB as u64)),
         &destination,
         Some(arrival.clone()),
     );
     let start = Instant::now();
     let from = Arc::new(random_pieces(1, large, 256, MIB as u64));
-    let (big, _gate) = Push::new(1, slot, &source, from).submit(&pair.link_a);
+    let Sent { id: big, .. } = Push::new(1, slot, &source, from).submit(&pair.left_link);
     std::thread::sleep(Duration::from_millis(5));
     let mut waits = Vec::new();
     for id in 100..110 {
         let piece = || Arc::new(random_pieces(1, small, 1, small));
-        let slot = pair.b.grant(piece(), &small_destination, None);
+        let slot = pair.right.grant(piece(), &small_destination, None);
         let sent = Instant::now();
-        let (id, _gate) = Push::new(id, slot, &small_source, piece()).submit(&pair.link_a);
-        pair.log_a.arrived(id);
+        let Sent { id, .. } = Push::new(id, slot, &small_source, piece()).submit(&pair.left_link);
+        pair.left_log.arrived(id);
         waits.push(sent.elapsed());
         if arrival.wait(Duration::ZERO).is_some() {
             break;
         }
     }
-    pair.log_a.arrived(big);
+    pair.left_log.arrived(big);
     let all = start.elapsed();
     assert!(waits[0] < all / 3, "a small transfer took {:?} of {all:?}", waits[0]);
 }
@@ -374,24 +369,22 @@ fn a_corrupt_byte_is_caught_and_ends_the_grant() {
     let pair = Pair::between(source, target, Some(&|_| address), 1).up();
     let (source, destination) = (host(1 << 20), host(1 << 20));
     let piece = || Arc::new(random_pieces(1, 1 << 20, 1, 200_000));
-    let slot = pair.b.grant(piece(), &destination, None);
-    let (id, gate) = Push::new(1, slot, &source, piece()).checksum().submit(&pair.link_a);
-    let error = pair.log_b.wait("corruption", |event| match event {
+    let slot = pair.right.grant(piece(), &destination, None);
+    let Sent { id, gate } = Push::new(1, slot, &source, piece()).checksum().submit(&pair.left_link);
+    let error = pair.right_log.wait("corruption", |event| match event {
         LinkEvent::SlotCorrupt { slot: bad, error, .. } if *bad == slot.0 => Some(error.clone()),
         _ => None,
     });
     assert_eq!(error.kind(), ErrorKind::Corrupt);
     assert!(error.to_string().contains("lane"), "{error}");
-    assert!(!pair.b.slots.progress(slot.0, slot.1).unwrap().arrived);
+    assert!(!pair.right.slots.progress(slot.0, slot.1).unwrap().arrived);
     // Its lane was closed, and what is sent again finds the slot closed.
-    let error = pair.log_b.wait("loss", |event| match event {
+    let error = pair.right_log.wait("loss", |event| match event {
         LinkEvent::LaneLost { error, .. } => Some(error.clone()),
         _ => None,
     });
     assert_eq!(error.kind(), ErrorKind::Corrupt);
-    pair.log_a.wait("refusal", |event| {
-        matches!(event, LinkEvent::Send(SendEvent::Refused(refused)) if *refused == id).then_some(())
-    });
+    pair.left_log.refused(id);
     gate.close();
 }
 
@@ -405,23 +398,23 @@ fn an_address_that_does_not_answer_is_tried_again() {
     let mut peer = b.peer(&a, 3, true);
     // The second address answers.
     peer.addresses.insert(0, dead);
-    let (log_a, log_b) = (Arc::new(Log::default()), Arc::new(Log::default()));
-    let _link_b = b.transport.connect(a.peer(&b, 3, false), log_b.clone()).unwrap();
-    let _link_a = a.transport.connect(peer, log_a.clone()).unwrap();
-    log_a.wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
-    log_b.wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
+    let (left_log, right_log) = (Arc::new(Log::default()), Arc::new(Log::default()));
+    let _link_b = b.transport.connect(a.peer(&b, 3, false), right_log.clone()).unwrap();
+    let _link_a = a.transport.connect(peer, left_log.clone()).unwrap();
+    left_log.up();
+    right_log.up();
 }
 
 #[test]
 fn lanes_may_come_before_their_link() {
     let a = Node::new(0xa, TcpConfig::default(), v4());
     let b = Node::new(0xb, TcpConfig::default(), v4());
-    let (log_a, log_b) = (Arc::new(Log::default()), Arc::new(Log::default()));
-    let _link_a = a.transport.connect(b.peer(&a, 4, true), log_a.clone()).unwrap();
+    let (left_log, right_log) = (Arc::new(Log::default()), Arc::new(Log::default()));
+    let _link_a = a.transport.connect(b.peer(&a, 4, true), left_log.clone()).unwrap();
     std::thread::sleep(Duration::from_millis(50));
-    let _link_b = b.transport.connect(a.peer(&b, 4, false), log_b.clone()).unwrap();
-    log_a.wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
-    log_b.wait("link", |event| matches!(event, LinkEvent::Up).then_some(()));
+    let _link_b = b.transport.connect(a.peer(&b, 4, false), right_log.clone()).unwrap();
+    left_log.up();
+    right_log.up();
 }
 
 #[test]

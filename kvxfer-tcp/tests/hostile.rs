@@ -17,7 +17,7 @@ use kvxfer_core::{ErrorKind, Generation, Incarnation, SlotId};
 use kvxfer_tcp::TcpConfig;
 use kvxfer_testkit::rng::Rng;
 use proptest::prelude::*;
-use support::{Log, Node, Pieces, Scattered, TOKEN, World, pattern, v4, v6};
+use support::*;
 
 in_every_world!(
     forged_headers_close_the_lane_and_write_nothing,
@@ -319,9 +319,7 @@ fn assert_live(world: &World, mut victim: Victim) {
     regions[0].copy_out(96, &mut placed).unwrap();
     assert_eq!(placed, payload);
     victim.link.close();
-    victim
-        .log
-        .wait("end", |event| matches!(event, LinkEvent::Closed).then_some(()));
+    victim.log.closed();
 }
 
 #[test]

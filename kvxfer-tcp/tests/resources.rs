@@ -6,9 +6,9 @@ mod support;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvxfer_core::transport::{LinkEvent, Transport};
+use kvxfer_core::transport::Transport;
 use kvxfer_tcp::TcpConfig;
-use support::{Pair, Push, World, host, random_pieces, small_buffers, v4};
+use support::*;
 
 /// Descriptors, and threads by name.
 fn resources() -> (usize, Vec<String>) {
@@ -52,33 +52,33 @@ fn nothing_leaks_and_idle_endpoints_sleep() {
         let pool = 8 << 20;
         let (source, destination) = (world.regions(pool), world.regions(pool));
         let piece = |seed| Arc::new(random_pieces(seed, pool, 4, 1 << 20));
-        let slot = pair.b.grant(piece(2), &destination, None);
+        let slot = pair.right.grant(piece(2), &destination, None);
         proxy.stall_after(600_000);
-        let (id, gate) = Push::new(1, slot, &source, piece(1)).submit(&pair.link_a);
+        let Sent { id, gate } = Push::new(1, slot, &source, piece(1)).submit(&pair.left_link);
         proxy.stalled();
         match round % 4 {
             0 => {
                 proxy.cut();
                 proxy.resume();
-                pair.log_a.arrived(id);
+                pair.left_log.arrived(id);
             }
-            1 => pair.link_a.close(),
+            1 => pair.left_link.close(),
             2 => {
                 gate.close();
-                pair.link_a.stop(id);
+                pair.left_link.stop(id);
                 proxy.resume();
-                pair.log_a.quiet(id);
+                pair.left_log.quiet(id);
             }
             _ => {
-                pair.a.transport.shutdown();
-                pair.b.transport.shutdown();
+                pair.left.transport.shutdown();
+                pair.right.transport.shutdown();
             }
         }
         if round.is_multiple_of(2) {
-            pair.link_a.close();
-            pair.link_b.close();
-            for log in [&pair.log_a, &pair.log_b] {
-                log.wait("end", |event| matches!(event, LinkEvent::Closed).then_some(()));
+            pair.left_link.close();
+            pair.right_link.close();
+            for log in [&pair.left_log, &pair.right_log] {
+                log.closed();
             }
         }
     };
@@ -99,10 +99,10 @@ fn idle_endpoints_sleep() {
     let pair = Pair::new(TcpConfig::default()).up();
     let (source, destination) = (host(1 << 20), host(1 << 20));
     let piece = || Arc::new(random_pieces(1, 1 << 20, 8, 65_536));
-    let slot = pair.b.grant(piece(), &destination, None);
-    let (id, _gate) = Push::new(1, slot, &source, piece()).submit(&pair.link_a);
-    pair.log_a.arrived(id);
-    pair.link_a.forget(id);
+    let slot = pair.right.grant(piece(), &destination, None);
+    let Sent { id, .. } = Push::new(1, slot, &source, piece()).submit(&pair.left_link);
+    pair.left_log.arrived(id);
+    pair.left_link.forget(id);
     std::thread::sleep(Duration::from_millis(100));
     let before = switches();
     std::thread::sleep(Duration::from_millis(500));

@@ -7,16 +7,13 @@ mod support;
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvxfer_core::flow::{ByteStream, PartExtent, SendEvent, SendPart};
+use kvxfer_core::flow::{ByteStream, SendEvent, SendPart};
 use kvxfer_core::memory::{Region, Segment};
-use kvxfer_core::transport::{LinkEvent, Transport};
+use kvxfer_core::transport::LinkEvent;
 use kvxfer_tcp::TcpConfig;
 use kvxfer_testkit::rng::Rng;
 use proptest::prelude::*;
-use support::{
-    Arrival, PATIENCE, Pair, Pieces, Push, Scattered, Window, World, host, pattern, random_pieces, read_stream, v4, v6,
-    write_stream,
-};
+use support::*;
 
 in_every_world!(
     sizes_and_shapes,
@@ -40,21 +37,21 @@ fn push_and_check(
     let mut expected: Vec<Vec<u8>> = destination.0.iter().map(|region| poison(region)).collect();
     lay(&mut expected, &*destination.1, &bytes);
     let arrival = Arc::new(Arrival::default());
-    let slot = pair.b.grant(destination.1, destination.0, Some(arrival.clone()));
-    let (id, _gate) = make(Push::new(id, slot, source.0, source.1)).submit(&pair.link_a);
+    let slot = pair.right.grant(destination.1, destination.0, Some(arrival.clone()));
+    let Sent { id, .. } = make(Push::new(id, slot, source.0, source.1)).submit(&pair.left_link);
     let message = arrival.wait(PATIENCE).unwrap_or_else(|| {
-        let progress = pair.b.slots.progress(slot.0, slot.1);
-        let lost = (pair.log_a.lost(), pair.log_b.lost());
+        let progress = pair.right.slots.progress(slot.0, slot.1);
+        let lost = (pair.left_log.lost(), pair.right_log.lost());
         panic!("no arrival: {progress:?} {lost:?}")
     });
-    pair.log_a.arrived(id);
-    pair.link_a.forget(id);
+    pair.left_log.arrived(id);
+    pair.left_link.forget(id);
     for (region, expected) in destination.0.iter().zip(&expected) {
         let mut now = vec![0; region.length() as usize];
         region.copy_out(0, &mut now).unwrap();
         assert!(now == *expected, "the destination is not what it should be");
     }
-    assert!(pair.b.slots.release(slot.0, slot.1));
+    assert!(pair.right.slots.release(slot.0, slot.1));
     message
 }
 
@@ -114,7 +111,7 @@ fn sizes_and_shapes(world: &World) {
     push_and_check(&pair, 1000, (&source, nothing()), (&destination, nothing()), |push| {
         push
     });
-    assert_eq!(pair.log_a.lost().len() + pair.log_b.lost().len(), 0);
+    assert_eq!(pair.left_log.lost().len() + pair.right_log.lost().len(), 0);
 }
 
 fn random_segments_over_several_regions(world: &World) {
@@ -195,13 +192,13 @@ fn many_transfers_both_ways_at_once(world: &World) {
             let bytes = pattern((way * 1000 + index) as u64, length as usize);
             write_stream(source, &*from, &bytes);
             let (node, link) = if way == 0 {
-                (&pair.b, &pair.link_a)
+                (&pair.right, &pair.left_link)
             } else {
-                (&pair.a, &pair.link_b)
+                (&pair.left, &pair.right_link)
             };
             let arrival = Arc::new(Arrival::default());
             let slot = node.grant(to.clone(), destination, Some(arrival.clone()));
-            let (id, _gate) = Push::new(index as u64, slot, source, from).submit(link);
+            let Sent { id, .. } = Push::new(index as u64, slot, source, from).submit(link);
             waiting.push((way, id, arrival, to, bytes));
         }
     }
@@ -209,7 +206,7 @@ fn many_transfers_both_ways_at_once(world: &World) {
         arrival.wait(PATIENCE).expect("the arrival");
         assert_eq!(arrival.times.load(std::sync::atomic::Ordering::SeqCst), 1);
         assert!(read_stream(&regions[way + 2], &*to) == bytes);
-        if way == 0 { &pair.log_a } else { &pair.log_b }.arrived(id);
+        if way == 0 { &pair.left_log } else { &pair.right_log }.arrived(id);
     }
 }
 
@@ -236,9 +233,9 @@ fn parts_stream_in_any_order(world: &World) {
     let bytes = pattern(77, from.bytes() as usize);
     write_stream(&source, &*from, &bytes);
     let arrival = Arc::new(Arrival::default());
-    let slot = pair.b.grant(to.clone(), &destination, Some(arrival.clone()));
+    let slot = pair.right.grant(to.clone(), &destination, Some(arrival.clone()));
     let push = Push::new(1, slot, &source, from.clone());
-    pair.link_a.submit(push.spec).unwrap();
+    pair.left_link.submit(push.spec).unwrap();
     let cuts = [0u32, 1, 5000, 123_456, 123_457, 700_000, 1_000_000];
     for (part, order) in [3usize, 0, 5, 1, 4, 2].into_iter().enumerate() {
         let (start, end) = (cuts[order], cuts[order + 1]);
@@ -247,13 +244,7 @@ fn parts_stream_in_any_order(world: &World) {
             start: u64::from(start),
             length: u64::from(end - start),
         });
-        let extent = PartExtent {
-            token_start: start,
-            token_end: end,
-            layer_start: 0,
-            layer_end: 1,
-            states: false,
-        };
+        let extent = tokens(start, end);
         let part = SendPart {
             part: part as u32,
             extent,
@@ -264,11 +255,11 @@ fn parts_stream_in_any_order(world: &World) {
             arrival.wait(Duration::from_millis(5)).is_none(),
             "not before the last part"
         );
-        pair.link_a.add_part(push.id, part);
+        pair.left_link.add_part(push.id, part);
     }
     arrival.wait(PATIENCE).expect("the arrival");
     assert!(read_stream(&destination, &*to) == bytes);
-    pair.log_a.arrived(push.id);
+    pair.left_log.arrived(push.id);
 }
 
 fn checksums_agree(world: &World) {
@@ -282,7 +273,7 @@ fn checksums_agree(world: &World) {
             push.checksum().message(b"checked too")
         });
     }
-    assert_eq!(pair.log_b.lost().len(), 0);
+    assert_eq!(pair.right_log.lost().len(), 0);
 }
 
 #[test]
@@ -299,7 +290,7 @@ fn one_lane_and_many_lanes_on_several_threads() {
         let from = Arc::new(random_pieces(1, pool, 1000, 12_345));
         let to = Arc::new(random_pieces(2, pool, 1000, 12_345));
         push_and_check(&pair, 0, (&source, from), (&destination, to), |push| push);
-        assert_eq!(pair.link_a.path().rails_configured, usize::from(lanes));
+        assert_eq!(pair.left_link.path().rails_configured, usize::from(lanes));
     }
 }
 
@@ -338,9 +329,9 @@ fn small_transfers_from_many_threads_all_arrive() {
                 let (pair, source, destination) = (&pair, &source, &destination);
                 scope.spawn(move || {
                     let (node, link, log) = if thread % 2 == 0 {
-                        (&pair.b, &pair.link_a, &pair.log_a)
+                        (&pair.right, &pair.left_link, &pair.left_log)
                     } else {
-                        (&pair.a, &pair.link_b, &pair.log_b)
+                        (&pair.left, &pair.right_link, &pair.right_log)
                     };
                     for round in 0..300 {
                         let piece = || Arc::new(random_pieces(thread + 1, 1 << 20, 1, 4096));
@@ -348,7 +339,7 @@ fn small_transfers_from_many_threads_all_arrive() {
                         let slot = node.grant(piece(), destination, Some(arrival.clone()));
                         let push =
                             Push::new(thread * 1000 + round, slot, source, piece()).message(&round.to_le_bytes());
-                        let (id, _gate) = push.submit(link);
+                        let Sent { id, .. } = push.submit(link);
                         let message = arrival.wait(PATIENCE).expect("the arrival");
                         assert_eq!(message.as_deref(), Some(&round.to_le_bytes()[..]));
                         if round % 50 == 0 {
@@ -369,19 +360,9 @@ fn counters_add_up() {
     let from = Arc::new(random_pieces(1, pool, 100, 40_000));
     let to = Arc::new(random_pieces(2, pool, 100, 40_000));
     push_and_check(&pair, 0, (&source, from), (&destination, to), |push| push);
-    let sum = |node: &support::Node, direction: &str| -> f64 {
-        let counters = node.transport.counters();
-        counters
-            .iter()
-            .filter(|counter| {
-                counter.name == "rail_bytes_total" && counter.labels.contains(&("direction", direction.into()))
-            })
-            .map(|counter| counter.value)
-            .sum()
-    };
-    assert_eq!(sum(&pair.a, "sent"), 4e6);
-    assert_eq!(sum(&pair.b, "received"), 4e6);
-    assert_eq!(sum(&pair.a, "received") + sum(&pair.b, "sent"), 0.0);
+    assert_eq!(pair.left.moved("sent"), 4_000_000);
+    assert_eq!(pair.right.moved("received"), 4_000_000);
+    assert_eq!(pair.left.moved("received") + pair.right.moved("sent"), 0);
 }
 
 #[test]
@@ -390,7 +371,7 @@ fn a_transfer_that_waits_for_its_lanes_goes_when_they_are_up() {
     let (source, destination) = (host(1 << 20), host(1 << 20));
     let piece = || Arc::new(random_pieces(1, 1 << 20, 5, 4096));
     push_and_check(&pair, 0, (&source, piece()), (&destination, piece()), |push| push);
-    pair.log_a.wait("drain", |event| {
+    pair.left_log.wait("drain", |event| {
         matches!(event, LinkEvent::Send(SendEvent::Arrived(_))).then_some(())
     });
 }

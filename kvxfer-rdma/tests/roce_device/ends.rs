@@ -11,7 +11,8 @@ use kvxfer_rdma::probe::{Availability, ProbeOptions, probe};
 use kvxfer_rdma::topology::{interface_subnets, subnet_of};
 use kvxfer_rdma::verbs::{
     Access, Completion, CompletionBuffer, CompletionChannel, CompletionQueue, Context, GidEntry, InitState,
-    MemoryRegion, PathAddress, PortAttributes, ProtectionDomain, QueuePair, QueuePairCapacity, ReceiveState, SendState,
+    MemoryRegion, Operation, PathAddress, PortAttributes, ProtectionDomain, QueuePair, QueuePairCapacity, ReceiveState,
+    Request, SendState,
 };
 
 pub(crate) const LIMIT: Duration = Duration::from_secs(20);
@@ -272,4 +273,16 @@ pub(crate) fn completions(queue: &CompletionQueue, count: usize) -> Vec<Completi
 
 pub(crate) fn pattern(seed: usize) -> impl Fn(usize) -> u8 {
     move |index| (index.wrapping_mul(31).wrapping_add(seed.wrapping_mul(97)) ^ (index >> 8)) as u8
+}
+
+/// A work request whose completion is reported.
+pub(crate) fn request(wr_id: u64, operation: Operation, remote_address: u64, rkey: u32) -> Request {
+    Request {
+        wr_id,
+        operation,
+        remote_address,
+        rkey,
+        signalled: true,
+        fence: false,
+    }
 }

@@ -16,7 +16,9 @@ use kvxfer_rdma::verbs::{
     Request, SendBatch, Sge, Status, VerbsError,
 };
 
-use crate::ends::{CAPACITY, End, LIMIT, Port, completions, connected, connected_in, pair_of, pattern, ports_of};
+use crate::ends::{
+    CAPACITY, End, LIMIT, Port, completions, connected, connected_in, pair_of, pattern, ports_of, request,
+};
 use crate::registry::hidden;
 
 const BOTH: RegionAccess = RegionAccess {
@@ -410,7 +412,7 @@ fn a_flush_reaches_every_registration_of_a_pool_that_only_receives() {
             length: key.until_edge as u32,
             lkey: source.region.lkey(),
         };
-        assert!(batch.push(signalled(Operation::Write, key.address, key.rkey), &[segment]));
+        assert!(batch.push(request(1, Operation::Write, key.address, key.rkey), &[segment]));
         done += key.until_edge;
     }
     let writes = batch.len();
@@ -438,7 +440,7 @@ fn a_flush_reaches_every_registration_of_a_pool_that_only_receives() {
             length: 1,
             lkey: into.region.lkey(),
         };
-        assert!(batch.push(signalled(Operation::Read, target.address, target.rkey), &[segment]));
+        assert!(batch.push(request(1, Operation::Read, target.address, target.rkey), &[segment]));
     }
     assert_eq!(batch.len(), 4);
     near.pair.post_send(&mut batch).unwrap();
@@ -449,17 +451,6 @@ fn a_flush_reaches_every_registration_of_a_pool_that_only_receives() {
     );
     region.copy_out(0, &mut got).unwrap();
     assert_eq!(got, source.read());
-}
-
-fn signalled(operation: Operation, remote_address: u64, rkey: u32) -> Request {
-    Request {
-        wr_id: 1,
-        operation,
-        remote_address,
-        rkey,
-        signalled: true,
-        fence: false,
-    }
 }
 
 #[test]

@@ -9,7 +9,7 @@ use kvxfer_rdma::verbs::{
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::ends::{CAPACITY, End, completions, connected, pattern, two_ports};
+use crate::ends::{CAPACITY, End, completions, connected, pattern, request, two_ports};
 
 const ALL: Access = Access {
     local_write: true,
@@ -17,17 +17,6 @@ const ALL: Access = Access {
     remote_read: true,
     relaxed_ordering: false,
 };
-
-fn request(wr_id: u64, operation: Operation, remote_address: u64, rkey: u32) -> Request {
-    Request {
-        wr_id,
-        operation,
-        remote_address,
-        rkey,
-        signalled: true,
-        fence: false,
-    }
-}
 
 #[test]
 fn bytes_are_gathered_written_announced_and_read_back() {

@@ -6,7 +6,7 @@ use std::time::Duration;
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::RdmaConfig;
 
-use super::{Node, Pair};
+use super::{Node, Pair, ms, node};
 
 /// Where a test runs: on the devices that `KVXFER_TEST_DEVICES` names (`rxe0,rxe1`), on all of the place that
 /// `testkit/soft-roce/run` made, or on a fabric of fakes. Devices 2n and 2n + 1 are joined.
@@ -92,13 +92,13 @@ impl Site {
 
     /// Two nodes that have so many devices each.
     pub fn nodes(&self, rails: usize, change: impl Fn(&mut RdmaConfig)) -> (Node, Node) {
-        let node = |bits, first: usize| {
+        let on = |bits, first: usize| {
             let devices: Vec<usize> = (0..rails).map(|rail| 2 * rail + first).collect();
             let mut config = self.config_of(&devices);
             change(&mut config);
-            Node::new(bits, config)
+            node(bits, config)
         };
-        (node(1, 0), node(2, 1))
+        (on(1, 0), on(2, 1))
     }
 
     /// What leaves a device takes so long to reach the other: bytes are in flight.
@@ -174,6 +174,14 @@ impl Site {
         self.changed.store(true, Ordering::SeqCst);
         command("soft-roce", arguments);
     }
+}
+
+/// Settings for a place where packets are only late, or lost for a while: they give nothing up too early.
+pub fn slow_to_give_up(config: &mut RdmaConfig) {
+    config.revoke = ms(100);
+    // 0.54 s each: packets that are only late are not lost.
+    config.timeout = 17;
+    config.progress = Duration::from_secs(3);
 }
 
 impl Drop for Site {

@@ -9,12 +9,16 @@ use kvxfer_core::memory::Segment;
 /// Equal pieces at given places: what a block list comes to.
 #[derive(Debug)]
 pub struct Pieces {
+    /// Index of their region.
     pub region: u32,
+    /// Where each begins, in bytes.
     pub offsets: Vec<u64>,
+    /// Bytes of each.
     pub length: u64,
 }
 
 impl Pieces {
+    /// Bytes of all.
     pub fn bytes(&self) -> u64 {
         self.offsets.len() as u64 * self.length
     }
@@ -50,7 +54,10 @@ impl ByteStream for Pieces {
 
 /// Arbitrary segments, over several regions.
 #[derive(Debug)]
-pub struct Scattered(pub Vec<Segment>);
+pub struct Scattered(
+    /// In stream order.
+    pub Vec<Segment>,
+);
 
 impl ByteStream for Scattered {
     fn length(&self) -> u64 {
@@ -80,8 +87,9 @@ impl ByteStream for Scattered {
     }
 }
 
-/// A grant of one stream; its parts are token ranges, one token being `bytes_per_token` bytes.
+/// A grant of one stream; its parts are token ranges, one token being one byte.
 pub struct StreamTarget {
+    /// The whole of it.
     pub stream: Arc<dyn ByteStream>,
 }
 
@@ -109,11 +117,25 @@ impl SlotTarget for StreamTarget {
     }
 }
 
+/// A token range of a [`StreamTarget`]: a part of a transfer into it.
+pub fn tokens(start: u32, end: u32) -> PartExtent {
+    PartExtent {
+        token_start: start,
+        token_end: end,
+        layer_start: 0,
+        layer_end: 1,
+        states: false,
+    }
+}
+
 /// A part of a stream.
 #[derive(Debug)]
 pub struct Window {
+    /// Of which stream.
     pub stream: Arc<dyn ByteStream>,
+    /// Its first byte there.
     pub start: u64,
+    /// Bytes of the part.
     pub length: u64,
 }
 
@@ -148,4 +170,23 @@ pub fn scattered(count: u64, step: u64, length: u64) -> Stream {
 /// One range of the first region.
 pub fn range(offset: u64, length: u64) -> Stream {
     pieces([offset], length)
+}
+
+/// Distinct random places for `count` pieces of `length` bytes in `pool` bytes.
+pub fn random_pieces(seed: u64, pool: u64, count: usize, length: u64) -> Pieces {
+    let slots = (pool / length) as usize;
+    assert!(count <= slots);
+    let mut order: Vec<u64> = (0..slots as u64).collect();
+    let mut state = seed | 1;
+    for index in (1..slots).rev() {
+        state = state
+            .wrapping_mul(6_364_136_223_846_793_005)
+            .wrapping_add(1_442_695_040_888_963_407);
+        order.swap(index, ((state >> 33) % (index as u64 + 1)) as usize);
+    }
+    Pieces {
+        region: 0,
+        offsets: order[..count].iter().map(|slot| slot * length).collect(),
+        length,
+    }
 }

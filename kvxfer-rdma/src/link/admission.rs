@@ -1,0 +1,88 @@
+//! Which slots the peer may write into one-sidedly, and which of the peer's this side may: what waits for that, begins
+//! with it or is refused with it.
+
+use std::sync::Arc;
+
+use kvxfer_core::Error;
+use kvxfer_core::Result;
+use kvxfer_core::flow::SendEvent;
+use kvxfer_core::transport::LinkEvent;
+
+use super::LinkCore;
+use crate::error::RdmaError;
+use crate::message::{LinkMessage, SlotUse};
+use crate::outbound::Wish;
+
+impl LinkCore {
+    pub(super) fn admit_slot(&self, slot: SlotUse) {
+        if self.admit_here(slot) {
+            self.tell(LinkMessage::Admitted(slot));
+        } else {
+            self.tell(LinkMessage::Refused(slot));
+        }
+    }
+
+    /// Lets the peer write into a slot. False if the slot is closed, gone or another's, or the link has ended.
+    pub(super) fn admit_here(&self, slot: SlotUse) -> bool {
+        if !self.slots.admit(self.peer.incarnation, slot.slot, slot.generation) {
+            return false;
+        }
+        self.inbound.admit(slot);
+        // Either the link's end sees the slot in the books, or this sees that it has ended.
+        let ended = self.ended();
+        if ended && self.inbound.forget(&[slot]) > 0 && self.all_fenced() {
+            self.quiet(&[slot]);
+        }
+        !ended
+    }
+
+    /// The receiver has admitted the slot: what waited for that begins.
+    pub(super) fn begin_admitted(self: &Arc<Self>, slot: SlotUse) -> Result<()> {
+        let mut refused = Vec::new();
+        {
+            // Together: a part that is added meanwhile finds the transfer either waiting or with the sender.
+            let mut sender = self.sender.lock();
+            let waiting = self.outbound.admitted(slot);
+            for wish in waiting.map_err(|why| Error::from(RdmaError::peer(self, why)))? {
+                let Wish { spec, parts } = wish;
+                let id = spec.id;
+                match sender.submit(spec) {
+                    Ok(()) => parts.into_iter().for_each(|part| sender.add_part(id, part)),
+                    Err(error) => {
+                        // It was let in when it was submitted; only a defect can refuse it now.
+                        tracing::error!(%error, transfer = id.0, "an admitted transfer was refused");
+                        refused.push(id);
+                    }
+                }
+            }
+        }
+        for id in refused {
+            self.outbound.forget(id);
+            self.emit(LinkEvent::Send(SendEvent::Refused(id)));
+        }
+        self.kick_those_with_work();
+        Ok(())
+    }
+
+    pub(super) fn refuse_slot(&self, slot: SlotUse) {
+        self.refuse(self.outbound.refused(slot));
+        self.outbound.slot_ended(slot);
+    }
+
+    pub(super) fn refuse(&self, wishes: Vec<Wish>) {
+        for wish in wishes {
+            self.outbound.forget(wish.spec.id);
+            self.emit(LinkEvent::Send(SendEvent::Refused(wish.spec.id)));
+        }
+    }
+
+    /// The last byte of a slot is in place: its owner was told by the slot table, now the rest is.
+    pub(crate) fn slot_arrived(&self, slot: SlotUse) {
+        self.emit(LinkEvent::SlotArrived {
+            slot: slot.slot,
+            generation: slot.generation,
+        });
+        self.inbound.forget(&[slot]);
+        self.tell(LinkMessage::Arrived(slot));
+    }
+}

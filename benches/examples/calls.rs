@@ -35,7 +35,10 @@ impl Times {
     }
 
     fn print(mut self) {
-        println!("{:<28} {:>7} {:>7} {:>7} {:>7}", "call (µs)", "p25", "p50", "p75", "cpu p50");
+        println!(
+            "{:<28} {:>7} {:>7} {:>7} {:>7}",
+            "call (µs)", "p25", "p50", "p75", "cpu p50"
+        );
         for (call, times) in &mut self.0 {
             let mut wall: Vec<f64> = times.iter().map(|time| time.0).collect();
             let mut cpu: Vec<f64> = times.iter().map(|time| time.1).collect();
@@ -85,7 +88,12 @@ fn main() -> Result<()> {
         push(&mut times, (&from, &source, &ours), (&destination, &theirs))?;
         pull(&mut times, (&source, &ours), (&to, &destination, &theirs))?;
         let key = format!("request {round}");
-        hand_over(&mut times, &key, (&from, &source, &work.source), (&to, &destination, &theirs))?;
+        hand_over(
+            &mut times,
+            &key,
+            (&from, &source, &work.source),
+            (&to, &destination, &theirs),
+        )?;
     }
     times.print();
     drop((source, destination));
@@ -101,7 +109,9 @@ fn push(
     let theirs = theirs.clone();
     let grant = times.time("grant", || destination.grant(theirs, GrantOptions::default()))?;
     let ours = ours.clone();
-    let pushed = times.time("push", || from.push(source, ours, grant.grant(), PushOptions::default()))?;
+    let pushed = times.time("push", || {
+        from.push(source, ours, grant.grant(), PushOptions::default())
+    })?;
     pushed.done().wait(WAIT)?;
     grant.arrived().wait(WAIT)?;
     Ok(())

@@ -138,6 +138,10 @@ pub(crate) struct MeasureArgs {
     /// One line of JSON per result.
     #[arg(long)]
     pub(crate) json: bool,
+    /// Wait for a line on standard input before each repetition and print one of JSON after it, so that another
+    /// benchmark can take turns with this one.
+    #[arg(long, requires = "json", conflicts_with = "against")]
+    pub(crate) paced: bool,
 }
 
 impl MeasureArgs {

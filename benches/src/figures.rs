@@ -113,6 +113,7 @@ fn plan(arguments: &FiguresArgs) -> Plan {
         verify: true,
         patience: Duration::from_secs(arguments.patience),
         progress: !arguments.json,
+        paced: false,
     }
 }
 

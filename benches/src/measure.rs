@@ -7,11 +7,12 @@ use std::time::{Duration, Instant};
 
 use kvxfer::{PullOptions, PushOptions};
 use kvxfer_core::{Error, ErrorKind, Result};
+use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use crate::control::{Channel, Child};
 use crate::side::{Flow, Mover, RepEnd, Request, Selections, Setup, Side, Started, TRANSFER_MAX, stamps_in_time};
-use crate::statistics::{median, quantile};
+use crate::statistics::{median, quantile, rounded};
 use crate::usage::{self, Idle, Quiet};
 use crate::way::Way;
 use crate::work::Work;
@@ -65,6 +66,8 @@ pub(crate) struct Plan {
     pub(crate) patience: Duration,
     /// Show a progress bar.
     pub(crate) progress: bool,
+    /// Wait for a line on standard input before each repetition, and print it at once.
+    pub(crate) paced: bool,
 }
 
 /// A connected pair of processes.
@@ -90,6 +93,17 @@ pub(crate) struct Rep {
     pub(crate) disturbed: bool,
     pub(crate) late: bool,
     pub(crate) arrived: bool,
+}
+
+/// A repetition as it is printed when it was waited for.
+#[derive(Serialize)]
+struct Paced<'a> {
+    workload: &'a str,
+    timed: bool,
+    seconds: f64,
+    post_us: f64,
+    post_cpu_us: f64,
+    disturbed: bool,
 }
 
 /// What a mover did in one workload.
@@ -183,7 +197,20 @@ impl Bench {
                     }
                 } else {
                     last_epoch.insert(outcome.mover.flow(), epoch);
+                    if plan.paced {
+                        terminal::line_from_input()?;
+                    }
                     let done = self.repetition(outcome, epoch, timed.then_some(&mut quiet), plan.verify)?;
+                    if plan.paced {
+                        terminal::json_line(&Paced {
+                            workload: &work.name,
+                            timed,
+                            seconds: done.seconds,
+                            post_us: rounded(1e6 * done.post_seconds, 2),
+                            post_cpu_us: rounded(1e6 * done.post_cpu_seconds, 2),
+                            disturbed: done.disturbed,
+                        })?;
+                    }
                     if timed {
                         outcome.reps.push(done);
                     }
@@ -581,7 +608,9 @@ struct PostBegun(Instant, Duration);
 
 impl Post {
     fn begin() -> PostBegun {
-        PostBegun(Instant::now(), usage::thread_time())
+        // Asking for the thread's time is a system call: outside the window.
+        let cpu = usage::thread_time();
+        PostBegun(Instant::now(), cpu)
     }
 }
 

@@ -162,7 +162,8 @@ fn all(mut bench: Bench, works: &[Work], movers: &[Mover], arguments: &MeasureAr
         warm: arguments.warm.or(against_ib.then_some(1)),
         verify: arguments.verify,
         patience: arguments.patience(),
-        progress: !arguments.json,
+        progress: !arguments.json && !arguments.paced,
+        paced: arguments.paced,
     };
     let mut rows = Vec::new();
     for work in works {

@@ -28,6 +28,18 @@ pub(crate) fn json_line<T: Serialize>(value: &T) -> Result<()> {
     Ok(())
 }
 
+/// Waits for a line on standard input.
+pub(crate) fn line_from_input() -> Result<()> {
+    let mut line = String::new();
+    match std::io::stdin().read_line(&mut line) {
+        Ok(0) => Err(Error::new(ErrorKind::Closed, "standard input")
+            .because("it ended before the last repetition")
+            .remedy("give one line for each")),
+        Ok(_) => Ok(()),
+        Err(error) => Err(Error::new(ErrorKind::Transport, "standard input").because(error.to_string())),
+    }
+}
+
 /// Colours the text if the output is a terminal that may be coloured.
 pub(crate) fn paint(code: &str, text: &str) -> String {
     if std::io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none() {

@@ -70,13 +70,17 @@ impl<T: Clone> Completion<T> {
             if waiting.is_none() {
                 waiting = self.cell.reports.as_ref().map(Waiting::new);
             }
-            match deadline {
-                Some(deadline) => {
-                    if self.cell.ended.wait_until(&mut inner, deadline).timed_out() {
-                        return inner.result.clone();
-                    }
+            inner.blocked += 1;
+            let timed_out = match deadline {
+                Some(deadline) => self.cell.ended.wait_until(&mut inner, deadline).timed_out(),
+                None => {
+                    self.cell.ended.wait(&mut inner);
+                    false
                 }
-                None => self.cell.ended.wait(&mut inner),
+            };
+            inner.blocked -= 1;
+            if timed_out {
+                return inner.result.clone();
             }
         }
     }
@@ -107,6 +111,7 @@ impl<T> Completion<T> {
                 result: None,
                 wakers: Vec::new(),
                 next_key: 0,
+                blocked: 0,
             }),
             ended: Condvar::new(),
         });
@@ -222,10 +227,14 @@ pub(crate) struct Completer<T> {
 }
 
 impl<T> Completer<T> {
-    /// Ends it, unless it has ended. Blocking waiters are released here; the wakers of futures run foreign code and
-    /// are given back for the caller to wake once it holds no lock. `None` if it had ended before.
+    /// Ends it, unless it has ended. Who waits is given back for the caller to wake once it holds no lock: wakers of
+    /// futures run foreign code, and a thread that goes on at once would run into the lock. `None` if it had ended
+    /// before.
     #[must_use]
-    pub(crate) fn complete(&self, result: Result<T>) -> Option<Wakers> {
+    pub(crate) fn complete(&self, result: Result<T>) -> Option<Wakers>
+    where
+        T: Send + 'static,
+    {
         let mut inner = self.cell.inner.lock();
         if inner.result.is_some() {
             return None;
@@ -233,9 +242,12 @@ impl<T> Completer<T> {
         inner.result = Some(result);
         self.cell.done.store(true, Ordering::Release);
         let wakers = std::mem::take(&mut inner.wakers);
+        let blocked = inner.blocked > 0;
         drop(inner);
-        self.cell.ended.notify_all();
-        Some(Wakers(wakers))
+        Some(Wakers {
+            wakers,
+            blocked: blocked.then(|| Arc::clone(&self.cell) as Arc<dyn Blocked>),
+        })
     }
 }
 
@@ -247,19 +259,42 @@ impl<T> Clone for Completer<T> {
     }
 }
 
-/// Wakers of an ended completion.
-pub(crate) struct Wakers(Vec<(u64, Waker)>);
+/// Who waits for a completion that has ended.
+#[must_use]
+pub(crate) struct Wakers {
+    wakers: Vec<(u64, Waker)>,
+    blocked: Option<Arc<dyn Blocked>>,
+}
+
+/// A completion that threads are blocked on.
+trait Blocked: Send + Sync {
+    fn release(&self);
+}
+
+impl<T: Send> Blocked for Cell<T> {
+    fn release(&self) {
+        self.ended.notify_all();
+    }
+}
 
 impl Wakers {
+    /// Has blocked threads go on, before anything that takes time.
+    pub(crate) fn release(&mut self) {
+        if let Some(blocked) = self.blocked.take() {
+            blocked.release();
+        }
+    }
+
     /// Wakes them all. Call without locks held: a waker may call back into the endpoint.
-    pub(crate) fn wake(self) {
-        for (_, waker) in self.0 {
+    pub(crate) fn wake(mut self) {
+        self.release();
+        for (_, waker) in self.wakers {
             waker.wake();
         }
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.0.is_empty()
+        self.wakers.is_empty() && self.blocked.is_none()
     }
 }
 
@@ -274,6 +309,8 @@ struct Inner<T> {
     result: Option<Result<T>>,
     wakers: Vec<(u64, Waker)>,
     next_key: u64,
+    /// Threads inside a wait.
+    blocked: usize,
 }
 
 #[cfg(test)]

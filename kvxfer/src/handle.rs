@@ -414,8 +414,9 @@ impl SlotWatcher for GrantWatcher {
             bytes: self.bytes,
             message,
         }));
-        let Some(wakers) = wakers else { return };
+        let Some(mut wakers) = wakers else { return };
         seen_to();
+        wakers.release();
         if let Some(events) = &self.events
             && let Some(id) = events.id.get()
         {

@@ -407,6 +407,7 @@ impl Machine {
     ) -> Result<HandleId> {
         let result = self.begin_push(now, pool, source, grant, options);
         self.settle(now);
+
         result
     }
 
@@ -581,6 +582,11 @@ impl Machine {
     /// When [`timer`](Self::timer) has something to do next.
     pub fn next_timer(&self) -> Option<Time> {
         self.timers.next()
+    }
+
+    /// Whether [`poll_action`](Self::poll_action) has something.
+    pub fn has_actions(&self) -> bool {
+        !self.actions.is_empty()
     }
 
     /// The next thing for the driver to do.

@@ -146,13 +146,23 @@ pub(super) struct Resolving {
 impl Machine {
     /// Sees to it that there is, or soon will be, a session with the endpoint at this address.
     pub(super) fn want_peer(&mut self, now: Time, address: &EndpointAddress) -> Result<()> {
+        self.want_peer_as(now, address, address.incarnation)
+    }
+
+    /// As [`want_peer`](Self::want_peer), of this incarnation whatever the address says.
+    pub(super) fn want_peer_as(
+        &mut self,
+        now: Time,
+        address: &EndpointAddress,
+        incarnation: Option<Incarnation>,
+    ) -> Result<()> {
         if address.sockets.is_empty() {
             return Err(
                 Error::new(ErrorKind::InvalidArgument, "an endpoint address without sockets")
                     .remedy("pass the address that the peer's endpoint.address() gave"),
             );
         }
-        let Some(incarnation) = address.incarnation else {
+        let Some(incarnation) = incarnation else {
             return self.want_resolved(now, address);
         };
         if incarnation == self.incarnation {
@@ -165,8 +175,10 @@ impl Machine {
             return Ok(());
         }
         self.check_room_for_peer()?;
+        let mut address = address.clone();
+        address.incarnation = Some(incarnation);
         self.peers
-            .insert(incarnation, Peer::new(now, address.clone(), self.config.heartbeat));
+            .insert(incarnation, Peer::new(now, address, self.config.heartbeat));
         self.timers
             .set(TimerKey::Liveness(incarnation), now + self.config.liveness);
         self.dial_peer(now, incarnation);

@@ -24,11 +24,20 @@ fn spent(grant: GrantName) -> Error {
         .remedy("a grant is good for one transfer: ask for another")
 }
 
+/// What a grant is good for.
+struct GrantedBlocks {
+    pool: PoolId,
+    geometry_hash: u64,
+    target: Arc<Target>,
+}
+
 /// An open push.
 pub(super) struct Push {
     pub(super) peer: Incarnation,
     pub(super) pool: PoolId,
-    grant: Grant,
+    grant: GrantName,
+    /// What the grant names: its owner's pool, and the blocks there.
+    theirs: GrantedBlocks,
     source: Arc<Target>,
     options: TransferOptions,
     deadline: Time,
@@ -113,9 +122,6 @@ impl Machine {
                 .because("it is not registered for serving")
                 .remedy("register it with Role::Serve or Role::Both"));
         }
-        if let Target::Selection { selection, .. } = &source {
-            own.layout.check(selection)?;
-        }
         let bytes = source.bytes(&own.layout)?;
         if options
             .message
@@ -140,7 +146,12 @@ impl Machine {
             Push {
                 peer,
                 pool,
-                grant: grant.clone(),
+                grant: grant.name,
+                theirs: GrantedBlocks {
+                    pool: grant.pool,
+                    geometry_hash: grant.geometry_hash,
+                    target: Arc::new(grant.target.clone()),
+                },
                 source: Arc::new(source),
                 options,
                 deadline,
@@ -177,15 +188,15 @@ impl Machine {
         };
         let peer = push.peer;
         let own = self.pool(push.pool)?;
-        let Some(layout) = self.grant_layout(&push.grant)? else {
+        let Some(layout) = self.grant_layout(peer, push.theirs.pool, push.theirs.geometry_hash)? else {
             return Ok(());
         };
-        let target = Arc::new(push.grant.target.clone());
+        let target = push.theirs.target.clone();
         let stream = plan::source_stream(&own.layout, &push.source, &layout, &target, PartExtent::WHOLE)?;
-        let (name, gate, regions) = (push.grant.name, push.gate.clone(), own.regions.clone());
+        let (name, gate, regions) = (push.grant, push.gate.clone(), own.regions.clone());
         let (options, deadline) = (push.options.clone(), push.deadline);
         let remote = RemoteSide {
-            pool: push.grant.pool,
+            pool: push.theirs.pool,
             written: Some((layout, target)),
         };
         let transfer = self.begin_transfer(peer, TransferOwner::Push(id), remote, |id| SendSpec {
@@ -248,7 +259,7 @@ impl Machine {
         if let Some(push) = self.pushes.get(&id)
             && push.stage == PushStage::Sending
         {
-            let (peer, grant) = (push.peer, push.grant.name);
+            let (peer, grant) = (push.peer, push.grant);
             self.send(now, peer, Message::Ask { grant });
             return;
         }
@@ -279,7 +290,7 @@ impl Machine {
         }
         push.stage = PushStage::Asking;
         push.since = now;
-        let (peer, grant) = (push.peer, push.grant.name);
+        let (peer, grant) = (push.peer, push.grant);
         self.send(now, peer, Message::Ask { grant });
     }
 
@@ -311,7 +322,7 @@ impl Machine {
         push.ending = Some(error.clone());
         push.since = now;
         let begun = push.stage != PushStage::Peer;
-        let (peer, grant, transfer) = (push.peer, push.grant.name, push.transfer);
+        let (peer, grant, transfer) = (push.peer, push.grant, push.transfer);
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
         self.timers.clear(TimerKey::Bind(id));
@@ -345,7 +356,7 @@ impl Machine {
             // Its own reason, not the owner's echo of it.
             Verdict::Failed(error) => Err(push.ending.clone().unwrap_or(error)),
             Verdict::Unknown => Err(unknown(
-                format!("the push into grant {}", push.grant.name),
+                format!("the push into grant {}", push.grant),
                 "its owner does not remember it",
             )),
         };
@@ -367,7 +378,7 @@ impl Machine {
                 Some(Verdict::Failed(_)) => error,
                 // Nothing was heard of the owner: its bytes may all have arrived.
                 _ => unknown(
-                    format!("the push into grant {}", push.grant.name),
+                    format!("the push into grant {}", push.grant),
                     format!("it was ended ({error}) and its owner did not answer"),
                 ),
             }
@@ -378,13 +389,13 @@ impl Machine {
     fn finish_push(&mut self, now: Time, id: HandleId, result: Result<Outcome>) {
         let Some(push) = self.pushes.remove(&id) else { return };
         push.gate.close();
-        self.uses.remove(&push.grant.name);
-        self.spend(now, push.grant.name);
+        self.uses.remove(&push.grant);
+        self.spend(now, push.grant);
         self.forget_timers(id);
         if push.stage != PushStage::Peer {
             match push.transfer {
-                Some(transfer) => self.stop_transfer(now, transfer, Some(push.grant.name)),
-                None => self.acknowledge_verdict(now, push.peer, push.grant.name),
+                Some(transfer) => self.stop_transfer(now, transfer, Some(push.grant)),
+                None => self.acknowledge_verdict(now, push.peer, push.grant),
             }
         }
         self.complete(id, result);
@@ -450,7 +461,7 @@ impl Machine {
                 Error::new(ErrorKind::PeerLost, "the session").because("the receiver has forgotten it")
             });
             asks.push(Message::GrantEnded {
-                grant: push.grant.name,
+                grant: push.grant,
                 error,
             });
         }
@@ -474,28 +485,29 @@ impl Machine {
 
     /// A session with the grant's owner: with that incarnation, wherever the address points.
     fn want_grant_owner(&mut self, now: Time, grant: &Grant) -> Result<()> {
-        let mut address = grant.address.clone();
-        address.incarnation = Some(grant.name.incarnation);
-        self.want_peer(now, &address)
+        self.want_peer_as(now, &grant.address, Some(grant.name.incarnation))
     }
 
     /// The layout of the grant's pool, as its owner has told it; `None` if the grant has overtaken that news: what waits
     /// for it is started by it.
-    fn grant_layout(&self, grant: &Grant) -> Result<Option<Arc<crate::layout::PoolLayout>>> {
-        let peer = grant.name.incarnation;
+    fn grant_layout(
+        &self,
+        peer: Incarnation,
+        pool: PoolId,
+        geometry_hash: u64,
+    ) -> Result<Option<Arc<crate::layout::PoolLayout>>> {
         let owner = self.peers.get(&peer);
-        let advert = owner.and_then(|owner| owner.pools.get(&grant.pool));
-        if advert.is_none() && owner.is_some_and(|owner| owner.pools_told < Some(grant.pool)) {
+        let advert = owner.and_then(|owner| owner.pools.get(&pool));
+        if advert.is_none() && owner.is_some_and(|owner| owner.pools_told < Some(pool)) {
             return Ok(None);
         }
         let Some(advert) = advert else {
-            return Err(Error::new(
-                ErrorKind::NotRegistered,
-                format!("pool {} of endpoint {peer}", grant.pool),
-            )
-            .because("its owner has closed it"));
+            return Err(
+                Error::new(ErrorKind::NotRegistered, format!("pool {pool} of endpoint {peer}"))
+                    .because("its owner has closed it"),
+            );
         };
-        super::check_geometry(&advert.layout, grant.geometry_hash, grant.pool)?;
+        super::check_geometry(&advert.layout, geometry_hash, pool)?;
         Ok(Some(advert.layout.clone()))
     }
 }

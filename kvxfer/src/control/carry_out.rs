@@ -29,7 +29,7 @@ enum Told {
 }
 
 impl After {
-    /// Ends a handle. Whoever waits for it in a blocking call goes on at once; the rest follows after the lock.
+    /// Ends a handle. Whoever waits for it goes on after the lock, which it may need next.
     pub(super) fn ended(&mut self, shared: &Shared, id: HandleId, entry: Entry, result: Result<Outcome>, now: Time) {
         let error = result.as_ref().err().map(Error::kind);
         match &result {
@@ -83,7 +83,10 @@ impl Shared {
         }
     }
 
-    pub(super) fn finish(self: &Arc<Self>, after: After) {
+    pub(super) fn finish(self: &Arc<Self>, mut after: After) {
+        for wakers in &mut after.wakers {
+            wakers.release();
+        }
         for connection in after.flush {
             connection.flush();
         }

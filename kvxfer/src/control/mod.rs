@@ -45,6 +45,8 @@ use timer::Timer;
 
 /// Reports handled with the lock held once; more wait a turn, so that application threads get in between.
 const REPORTS_PER_TURN: usize = 256;
+/// How long work that was begun may wait for a turn while nobody looks. Large transfers take milliseconds.
+const DEFER: Duration = Duration::from_micros(50);
 /// Accepted connections are numbered from here on; dialed ones are numbered by the machine, from `1 << 63` on.
 const ACCEPTED_FROM: u64 = 1;
 
@@ -196,14 +198,27 @@ impl Shared {
         })
     }
 
-    /// As [`begin`](Self::begin), with what follows carried out by the control thread: waking data threads costs a
-    /// caller more than deciding does, and large work does not mind the hop.
+    /// As [`begin`](Self::begin), with what follows left to the control thread: planning, and waking data threads, cost
+    /// a caller more than deciding does, and large work does not mind the hop.
+    ///
+    /// Not even the control thread is woken from here if all can wait for a moment: the system call and the switch of
+    /// threads that follows it, where processors are few, would cost the caller more than the rest. It wakes by itself
+    /// after [`DEFER`]; or at once when somebody begins to look at or wait for a transfer, who gives up the processor anyway.
     pub(crate) fn begin_heavy<R>(self: &Arc<Self>, decide: impl FnOnce(&mut State, Time) -> Result<R>) -> Result<R> {
         let mut state = self.state.lock();
         self.takes_work(&state)?;
-        let result = decide(&mut state, clock::now());
-        drop(state);
-        self.reports.ring();
+        let now = clock::now();
+        let result = decide(&mut state, now);
+        if state.machine.has_actions() {
+            drop(state);
+            self.reports.ring();
+        } else if state.machine.next_timer().is_some_and(|at| at <= now) && self.reports.defer() {
+            // What is due waits for the turn that this sets the timer for: nobody needs to set it for `now` meanwhile.
+            let armed = state.armed.unwrap_or(now + DEFER);
+            self.timer.set(armed.min(now + DEFER));
+            state.armed = Some(armed.min(now));
+            drop(state);
+        }
         result
     }
 
@@ -286,9 +301,10 @@ impl Shared {
     /// What has been reported and what is due. Any thread may take a turn; the control thread does when woken.
     /// Whether more is waiting.
     pub(crate) fn turn(self: &Arc<Self>, fired: bool) -> bool {
-        self.reports.look();
+        let deferred = self.reports.look();
         self.call(|state, now| {
-            if fired {
+            // What was deferred is seen to now: the timer is set for what is next after it.
+            if fired || deferred {
                 state.armed = None;
             }
             for _ in 0..REPORTS_PER_TURN {

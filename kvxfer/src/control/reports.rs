@@ -50,6 +50,8 @@ pub(crate) struct Reports {
     wake: Notify,
     /// Reports since the last look that woke nobody.
     lazy: AtomicUsize,
+    /// Work was begun that waits for the timer, unless somebody wakes the control thread before.
+    deferred: AtomicBool,
     /// Threads and futures that wait for a transfer of ours to end.
     eager: AtomicUsize,
     timer: Timer,
@@ -62,6 +64,7 @@ impl Reports {
             waiting: AtomicBool::new(false),
             wake: Notify::new(),
             lazy: AtomicUsize::new(0),
+            deferred: AtomicBool::new(false),
             eager: AtomicUsize::new(0),
             timer,
         })
@@ -80,7 +83,7 @@ impl Reports {
         // Looked at after the report is in the queue: who begins to wait later looks at the queue itself.
         if before + 1 >= LAZY_MAX || self.eager.load(Ordering::SeqCst) > 0 {
             self.ring();
-        } else if before == 0 {
+        } else if before == 0 && !self.deferred.load(Ordering::SeqCst) {
             self.timer.set(clock::now() + LAZY);
         }
     }
@@ -92,10 +95,16 @@ impl Reports {
         }
     }
 
-    /// To be called before looking: reports from now on wake again.
-    pub(crate) fn look(&self) {
+    /// Notes that work waits for the timer. True if the caller has to set it: for the first since the last look.
+    pub(super) fn defer(&self) -> bool {
+        !self.deferred.swap(true, Ordering::SeqCst)
+    }
+
+    /// To be called before looking: reports from now on wake again. Whether work was deferred.
+    pub(crate) fn look(&self) -> bool {
         self.lazy.store(0, Ordering::SeqCst);
         self.waiting.swap(false, Ordering::AcqRel);
+        self.deferred.swap(false, Ordering::SeqCst)
     }
 
     pub(crate) fn pop(&self) -> Option<Report> {
@@ -113,7 +122,7 @@ impl Reports {
 
     /// Somebody looks at a transfer: nothing about it shall wait.
     pub(crate) fn nudge(&self) {
-        if self.has_lazy() {
+        if self.has_lazy() || self.deferred.load(Ordering::SeqCst) {
             self.ring();
         }
     }
@@ -217,6 +226,23 @@ mod tests {
         assert!(woken(&watcher));
         watcher.reports.waits_no_more();
         watcher.link_event(PEER, sent());
+        assert!(!woken(&watcher));
+    }
+
+    #[test]
+    fn deferred_work_waits_for_the_timer_or_for_who_looks() {
+        let watcher = watcher();
+        assert!(watcher.reports.defer(), "the first has the timer set");
+        assert!(!watcher.reports.defer());
+        assert!(!watcher.reports.waiting.load(Ordering::SeqCst));
+        watcher.reports.nudge();
+        assert!(watcher.reports.waiting.load(Ordering::SeqCst), "who looks hurries it");
+        assert!(watcher.reports.look(), "the turn is told that something was deferred");
+        assert!(!watcher.reports.look());
+        assert!(watcher.reports.defer(), "after a turn the timer is to be set again");
+        watcher.reports.waits();
+        assert!(woken(&watcher), "who waits hurries it");
+        watcher.reports.waits_no_more();
         assert!(!woken(&watcher));
     }
 

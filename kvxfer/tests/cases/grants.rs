@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::*;
-use kvxfer::{BlockDescriptor, ErrorKind, Grant, GrantOptions, PoolLayout, PullOptions, PushOptions, Role};
+use kvxfer::{BlockDescriptor, ErrorKind, Grant, GrantOptions, PoolLayout, PullOptions, PushOptions, Role, Selection};
 
 #[test]
 fn a_push_places_its_bytes_and_delivers_its_message() {
@@ -65,6 +65,35 @@ fn a_large_message_arrives_whole() {
         .endpoint
         .push(&sender.pool, tokens(16, [1]), granted.grant(), options);
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidArgument);
+}
+
+#[test]
+fn large_pushes_go_on_though_nobody_looks_at_them() {
+    // 64 blocks of 256 KiB: large enough to be planned by the control thread, which nobody wakes.
+    let layout = || PoolLayout::opaque(256 << 10, 64).unwrap();
+    let sender = Side::with("prefill", config(), layout(), Role::Both);
+    let receiver = Side::with("decode", config(), layout(), Role::Both);
+    sender.endpoint.connect(&receiver.endpoint.address(), LONG).unwrap();
+    let blocks = |from: u32| Selection::whole_blocks(1, (from..from + 32).collect());
+    let granted: Vec<_> = [0, 32]
+        .map(|from| receiver.pool.grant(blocks(from), GrantOptions::default()).unwrap())
+        .into();
+    let pushed: Vec<_> = granted
+        .iter()
+        .zip([0, 32])
+        .map(|(granted, from)| {
+            sender
+                .endpoint
+                .push(&sender.pool, blocks(from), granted.grant(), PushOptions::default())
+                .unwrap()
+        })
+        .collect();
+    for granted in &granted {
+        assert_eq!(granted.arrived().wait(LONG).unwrap().bytes, 8 << 20);
+    }
+    for pushed in pushed {
+        assert_eq!(pushed.done().wait(LONG).unwrap().bytes, 8 << 20);
+    }
 }
 
 #[test]

@@ -73,7 +73,7 @@ impl Machine {
     pub(super) fn start_pull(&mut self, now: Time, id: HandleId) -> Result<()> {
         let Some(pull) = self.pulls.get(&id) else { return Ok(()) };
         let (peer, pool, name, target) = (pull.peer, pull.pool, pull.grant.name, pull.target.clone());
-        let Some(layout) = self.grant_layout(&pull.grant)? else {
+        let Some(layout) = self.grant_layout(peer, pull.grant.pool, pull.grant.geometry_hash)? else {
             return Ok(());
         };
         let own = self.pool(pool)?;

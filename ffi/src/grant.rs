@@ -235,7 +235,7 @@ pub unsafe extern "C" fn kvx_push(
             events: flag("events", options.events)?.then_some(options.event_data),
         };
         let begun = found.push(&pool, source, &*table::get::<Grant>(grant)?, options)?;
-        out.put(table::insert(Held::new(begun, endpoint))?);
+        out.put(table::insert(Held::new(begun))?);
         Ok(())
     })
 }
@@ -274,7 +274,7 @@ pub unsafe extern "C" fn kvx_pull(
             events: flag("events", options.events)?.then_some(options.event_data),
         };
         let begun = found.pull(&*table::get::<Grant>(grant)?, &pool, destination, options)?;
-        out.put(table::insert(Held::new(begun, endpoint))?);
+        out.put(table::insert(Held::new(begun))?);
         Ok(())
     })
 }
@@ -339,6 +339,6 @@ unsafe fn open(
         holder: options.holder.bits().map(Incarnation::from_bits),
         events: flag("events", options.events)?.then_some(options.event_data),
     };
-    out.put(table::insert(Held::new(permit(&pool, target, options)?, 0))?);
+    out.put(table::insert(Held::new(permit(&pool, target, options)?))?);
     Ok(())
 }

@@ -69,16 +69,13 @@ grows!(kvx_member, 48);
 /// A Rust handle behind a C one. Freeing it cancels what is open, unless it was detached.
 pub struct Held<T: Ends> {
     inner: ManuallyDrop<T>,
-    /// The endpoint it was opened at, as a number only.
-    pub(crate) endpoint: u64,
     detached: AtomicBool,
 }
 
 impl<T: Ends> Held<T> {
-    pub(crate) fn new(inner: T, endpoint: u64) -> Held<T> {
+    pub(crate) fn new(inner: T) -> Held<T> {
         Held {
             inner: ManuallyDrop::new(inner),
-            endpoint,
             detached: AtomicBool::new(false),
         }
     }

@@ -118,7 +118,7 @@ pub unsafe extern "C" fn kvx_offer_open(
             events: flag("events", options.events)?.then_some(options.event_data),
         };
         let opened = found.offer(key, &pool, options)?;
-        out.put(table::insert(Held::new(opened, endpoint))?);
+        out.put(table::insert(Held::new(opened))?);
         Ok(())
     })
 }
@@ -171,12 +171,6 @@ pub unsafe extern "C" fn kvx_ready_many(
         for (index, part) in parts.iter().enumerate() {
             let place = |error: Error| error.at(format!("part {index}"));
             let offer = table::get::<Held<Offer>>(part.offer).map_err(place)?;
-            if offer.endpoint != endpoint {
-                return Err(place(
-                    Error::new(ErrorKind::InvalidArgument, "an offer of another endpoint")
-                        .remedy("release the parts of each endpoint's offers in a call of its own"),
-                ));
-            }
             offers.push((offer, layers(part.first_layer, part.layer_end).map_err(place)?));
         }
         let ready = offers.iter().zip(&parts);
@@ -256,7 +250,7 @@ pub unsafe extern "C" fn kvx_claim_open(
             events: flag("events", options.events)?.then_some(options.event_data),
         };
         let opened = found.claim(key, &pool, &sources, options)?;
-        out.put(table::insert(Held::new(opened, endpoint))?);
+        out.put(table::insert(Held::new(opened))?);
         Ok(())
     })
 }

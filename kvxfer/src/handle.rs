@@ -158,6 +158,10 @@ impl Offer {
         Offer { core, layout }
     }
 
+    pub(crate) fn is_of(&self, shared: &Arc<Shared>) -> bool {
+        Arc::ptr_eq(&self.core.shared, shared)
+    }
+
     pub(crate) fn layer_range(&self, layers: impl RangeBounds<u16>) -> (u16, u16) {
         let count = u16::try_from(self.layout.layers().len()).unwrap_or(u16::MAX);
         let from = match layers.start_bound() {

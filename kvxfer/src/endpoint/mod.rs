@@ -132,11 +132,19 @@ impl Endpoint {
     /// [`Offer::ready`] for a whole step of several requests, with one look at the control plane.
     ///
     /// # Errors
-    /// The first refusal; offers before it are ready, those after it are not.
+    /// `InvalidArgument`, and nothing is ready, if an offer is another endpoint's; else the first refusal: offers before
+    /// it are ready, those after it are not.
     pub fn ready_many<L>(&self, parts: &[(&Offer, std::ops::Range<u32>, L)]) -> Result<()>
     where
         L: std::ops::RangeBounds<u16> + Clone,
     {
+        // Handles are numbered per endpoint: another's number would mean another offer here.
+        if let Some(index) = parts.iter().position(|(offer, ..)| !offer.is_of(&self.shared)) {
+            return Err(Error::new(ErrorKind::InvalidArgument, "an offer of another endpoint")
+                .at(format!("part {index}, endpoint {}", self.name()))
+                .because("a call looks at one endpoint's control plane")
+                .remedy("release the parts of each endpoint's offers in a call of its own"));
+        }
         self.shared.call(|state, now| {
             parts.iter().try_for_each(|(offer, tokens, layers)| {
                 let layers = offer.layer_range(layers.clone());

@@ -119,6 +119,9 @@ fn many_offers_are_made_ready_in_one_step() {
         claims.push(claim);
     }
     let parts: Vec<_> = offers.iter().map(|offer| (offer, 0..16, ..)).collect();
+    // Offers are numbered per endpoint: decode must not take these for its own.
+    let refused = decode.endpoint.ready_many(&parts).unwrap_err();
+    assert_eq!(refused.kind(), ErrorKind::InvalidArgument, "{refused}");
     prefill.endpoint.ready_many(&parts).unwrap();
     for offer in &offers {
         offer.finish(16).unwrap();

@@ -404,6 +404,17 @@ def test_what_nobody_claims_is_given_up_and_only_then(ranks, caplog):
     prefill.until(lambda rank: rank.sent == ["p", "q"])
 
 
+def test_a_reader_that_does_not_come_is_given_up_too(ranks):
+    prefill, decode = ranks("serve", unclaimed_seconds=1), ranks("receive")
+    prefill.offer("p", 0, 32, [3], finish=32, readers=2)
+    prefill.step(offer_ends=[OfferEnd("p", "p", cancel=False, report=True)])
+    decode.claim("d", [prefill])
+    decode.fill("d", 0, 32, [0])
+    decode.until(lambda rank: rank.received)
+    prefill.until(lambda rank: rank.sent)
+    assert decode.failed == [] and prefill.counted["offers_unclaimed"] == 1
+
+
 def test_packed_blocks_of_another_size_are_refused_with_the_reason(ranks, caplog):
     prefill, decode = ranks("serve"), ranks("receive", tokens=64)
     prefill.offer("p", 0, 64, [3, 4], finish=64)

@@ -351,21 +351,29 @@ class Worker:
             if offer.matched:
                 self.counters.add("aborts_in_flight")
             offer.handle.cancel()
-        elif not offer.ended and not offer.matched:
-            offer.unclaimed_at = time.monotonic() + self.settings.unclaimed_seconds
-            self._unclaimed[end.request_id] = offer
+        elif not offer.ended:
+            self._await_claims(end.request_id, offer)
         self._settle_offer(end.request_id, offer)
+
+    def _await_claims(self, request_id: str, offer: OpenOffer) -> None:
+        offer.unclaimed_at = time.monotonic() + self.settings.unclaimed_seconds
+        self._unclaimed[request_id] = offer
 
     def _give_up_unclaimed(self) -> None:
         now = time.monotonic()
         for request_id, offer in list(self._unclaimed.items()):
-            if offer.ended or offer.matched:
+            if offer.ended:
                 del self._unclaimed[request_id]
             elif offer.unclaimed_at is not None and now >= offer.unclaimed_at:
                 del self._unclaimed[request_id]
+                waits = offer.handle.waiting_on()
+                if waits is None or waits[0] != "claim":
+                    # Somebody is at it. Not all need have come: several readers, or several ranks of one.
+                    self._await_claims(request_id, offer)
+                    continue
                 self.counters.add("offers_unclaimed")
                 logger.warning(
-                    "kvxfer: %s: nobody claimed its KV within %d s (unclaimed_seconds) after it was computed: its "
+                    "kvxfer: %s: its KV waited for a claim for %d s (unclaimed_seconds) after it was computed: its "
                     "blocks are freed; check that decode was given its transfer_id and this server's addresses",
                     request_id,
                     self.settings.unclaimed_seconds,

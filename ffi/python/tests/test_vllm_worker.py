@@ -199,6 +199,21 @@ def test_tensor_parallel_sizes_may_differ(ranks, from_size, to_size):
         assert source.sent == ["p"]
 
 
+def test_a_server_of_both_roles_hands_on_what_it_received(ranks):
+    first, middle, last = ranks("serve"), ranks("both"), ranks("receive")
+    kv = pattern(11, 64)
+    put(first, kv, 0, 64, [3, 4])
+    first.offer("p", 0, 64, [3, 4], finish=64)
+    middle.claim("m", [first])
+    middle.fill("m", 0, 64, [7, 8])
+    middle.until(lambda rank: rank.received)
+    middle.offer("m", 0, 64, [7, 8], finish=64, key="q")
+    last.claim("l", [middle], key="q")
+    last.fill("l", 0, 64, [1, 0])
+    last.until(lambda rank: rank.received)
+    check(last, kv, 0, 64, [1, 0])
+
+
 def test_only_the_tokens_not_held_are_written(ranks):
     prefill, decode = ranks("serve"), ranks("receive")
     kv, table, mine = pattern(4, 120), [3, 9, 4, 5], [1, 0, 7, 8]

@@ -419,6 +419,17 @@ def test_what_nobody_claims_is_given_up_and_only_then(ranks, caplog):
     prefill.until(lambda rank: rank.sent == ["p", "q"])
 
 
+def test_time_in_which_the_worker_stood_still_does_not_count(ranks):
+    prefill = ranks("serve", unclaimed_seconds=3)
+    prefill.offer("p", 0, 32, [3], finish=32)
+    prefill.step(offer_ends=[OfferEnd("p", "p", cancel=False, report=True)])
+    prefill.worker._last_step -= 1000
+    assert prefill.poll().sent == []
+    time.sleep(0.2)
+    assert prefill.poll().sent == []
+    prefill.until(lambda rank: rank.sent)
+
+
 def test_a_reader_that_does_not_come_is_given_up_too(ranks):
     prefill, decode = ranks("serve", unclaimed_seconds=1), ranks("receive")
     prefill.offer("p", 0, 32, [3], finish=32, readers=2)

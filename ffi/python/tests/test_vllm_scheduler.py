@@ -346,6 +346,19 @@ def test_two_requests_with_the_same_parameters_claim_in_sets_of_their_own():
     assert one.set != two.set
 
 
+def test_what_was_loaded_can_be_handed_on():
+    engine = Engine()
+    request = engine.request("b", 64, **decode("t-1"), **prefill())
+    assert engine.load(request) == 64
+    engine.step()
+    engine.side.reported(set(), {"b"})
+    request.num_computed_tokens = 63
+    (offer,) = engine.step([(request, 1)]).offers
+    assert offer.append == [(0, 64, [1, 2])] and offer.finish == 64
+    keep, answer = engine.finish(request)
+    assert keep and answer["do_remote_prefill"]
+
+
 def test_addresses_are_ordered_by_rank_and_written_whole(tmp_path):
     path = tmp_path / "addresses.json"
     engine = Engine(address_file=str(path))

@@ -199,6 +199,21 @@ def test_tensor_parallel_sizes_may_differ(ranks, from_size, to_size):
         assert source.sent == ["p"]
 
 
+def test_a_server_of_both_roles_hands_on_what_it_received(ranks):
+    first, middle, last = ranks("serve"), ranks("both"), ranks("receive")
+    kv = pattern(11, 64)
+    put(first, kv, 0, 64, [3, 4])
+    first.offer("p", 0, 64, [3, 4], finish=64)
+    middle.claim("m", [first])
+    middle.fill("m", 0, 64, [7, 8])
+    middle.until(lambda rank: rank.received)
+    middle.offer("m", 0, 64, [7, 8], finish=64, key="q")
+    last.claim("l", [middle], key="q")
+    last.fill("l", 0, 64, [1, 0])
+    last.until(lambda rank: rank.received)
+    check(last, kv, 0, 64, [1, 0])
+
+
 def test_only_the_tokens_not_held_are_written(ranks):
     prefill, decode = ranks("serve"), ranks("receive")
     kv, table, mine = pattern(4, 120), [3, 9, 4, 5], [1, 0, 7, 8]
@@ -402,6 +417,28 @@ def test_what_nobody_claims_is_given_up_and_only_then(ranks, caplog):
     decode.until(lambda rank: rank.received)
     assert decode.failed == []
     prefill.until(lambda rank: rank.sent == ["p", "q"])
+
+
+def test_time_in_which_the_worker_stood_still_does_not_count(ranks):
+    prefill = ranks("serve", unclaimed_seconds=3)
+    prefill.offer("p", 0, 32, [3], finish=32)
+    prefill.step(offer_ends=[OfferEnd("p", "p", cancel=False, report=True)])
+    prefill.worker._last_step -= 1000
+    assert prefill.poll().sent == []
+    time.sleep(0.2)
+    assert prefill.poll().sent == []
+    prefill.until(lambda rank: rank.sent)
+
+
+def test_a_reader_that_does_not_come_is_given_up_too(ranks):
+    prefill, decode = ranks("serve", unclaimed_seconds=1), ranks("receive")
+    prefill.offer("p", 0, 32, [3], finish=32, readers=2)
+    prefill.step(offer_ends=[OfferEnd("p", "p", cancel=False, report=True)])
+    decode.claim("d", [prefill])
+    decode.fill("d", 0, 32, [0])
+    decode.until(lambda rank: rank.received)
+    prefill.until(lambda rank: rank.sent)
+    assert decode.failed == [] and prefill.counted["offers_unclaimed"] == 1
 
 
 def test_packed_blocks_of_another_size_are_refused_with_the_reason(ranks, caplog):

@@ -33,7 +33,8 @@ class Settings:
     preemption: str = "restart"
     #: Longest wait, in milliseconds, for reads of preempted blocks.
     preemption_wait_ms: int = 100
-    #: Seconds that a computed prompt waits to be claimed. Time before the last token is computed does not count.
+    #: Seconds that a computed prompt waits to be claimed, by each reader and rank that is to come. Time before the last
+    #: token is computed does not count.
     unclaimed_seconds: int = 120
     #: Longest life of an offer, in seconds, from its first chunk on.
     hold_seconds: int = 3600

@@ -37,6 +37,8 @@ from .tables import GroupTokens
 
 logger = logger_of("kvxfer")
 
+#: Longest step that counts whole against `unclaimed_seconds`, in seconds.
+STEP_SECONDS_MAX = 2.0
 #: Longest name of an endpoint, in bytes.
 NAME_BYTES_MAX = 64
 #: Time that closing an endpoint may take, in seconds.
@@ -132,6 +134,8 @@ class Worker:
         self._told: set[str] = set()
         # Computed, and waiting to be claimed.
         self._unclaimed: dict[str, OpenOffer] = {}
+        # Seconds that this worker has been stepping, and when it last did.
+        self._stepped, self._last_step = 0.0, time.monotonic()
 
     # ------------------------------------------------------------------------------------------ at the start
 
@@ -351,21 +355,29 @@ class Worker:
             if offer.matched:
                 self.counters.add("aborts_in_flight")
             offer.handle.cancel()
-        elif not offer.ended and not offer.matched:
-            offer.unclaimed_at = time.monotonic() + self.settings.unclaimed_seconds
-            self._unclaimed[end.request_id] = offer
+        elif not offer.ended:
+            self._await_claims(end.request_id, offer)
         self._settle_offer(end.request_id, offer)
 
+    def _await_claims(self, request_id: str, offer: OpenOffer) -> None:
+        offer.unclaimed_at = self._stepped + self.settings.unclaimed_seconds
+        self._unclaimed[request_id] = offer
+
     def _give_up_unclaimed(self) -> None:
-        now = time.monotonic()
+        now = self._stepped
         for request_id, offer in list(self._unclaimed.items()):
-            if offer.ended or offer.matched:
+            if offer.ended:
                 del self._unclaimed[request_id]
             elif offer.unclaimed_at is not None and now >= offer.unclaimed_at:
                 del self._unclaimed[request_id]
+                waits = offer.handle.waiting_on()
+                if waits is None or waits[0] != "claim":
+                    # Somebody is at it. Not all need have come: several readers, or several ranks of one.
+                    self._await_claims(request_id, offer)
+                    continue
                 self.counters.add("offers_unclaimed")
                 logger.warning(
-                    "kvxfer: %s: nobody claimed its KV within %d s (unclaimed_seconds) after it was computed: its "
+                    "kvxfer: %s: its KV waited for a claim for %d s (unclaimed_seconds) after it was computed: its "
                     "blocks are freed; check that decode was given its transfer_id and this server's addresses",
                     request_id,
                     self.settings.unclaimed_seconds,
@@ -529,6 +541,10 @@ class Worker:
 
     def results(self) -> Reports:
         """What has ended since the last call."""
+        now = time.monotonic()
+        # Time in which this process, or the whole machine, stood still is not time in which a claim could have come.
+        self._stepped += min(now - self._last_step, STEP_SECONDS_MAX)
+        self._last_step = now
         if self.endpoint is not None:
             while events := self.endpoint.events.drain(1024):
                 for event in events:

@@ -21,6 +21,7 @@ SCENARIOS = [
     ("preemption", "small", flow.preemption),
     ("tp-2-1", "tp-2-1", flow.tensor_parallel),
     ("tp-1-2", "tp-1-2", flow.tensor_parallel),
+    ("layers", "layered", flow.layers),
     ("overlap", "chunked", flow.overlap),
     ("chunked", "chunked", flow.chunked),
     ("aborts", "chunked", faults.aborts),

@@ -15,6 +15,8 @@ from home import HOME, MODEL, SITE, VENV, Problem
 
 START_LIMIT_S = 300
 STOP_LIMIT_S = 30
+# What nobody comes for ends after this time, not after minutes: scenarios wait for all to be given back.
+PATIENCE_S = 30
 PR_SET_PDEATHSIG = 1
 # Warnings of vLLM's start that say nothing about a failure.
 NOISE = ("ulimit", "enforce eager", "Enforce eager", "Inductor", "Triton", "SSM cache", "FutureWarning", "experimental", "shm_broadcast")
@@ -24,9 +26,8 @@ libc = ctypes.CDLL(None)
 class Server:
     """One instance: its API server, its engine and its workers, which are one process group."""
 
-    def __init__(self, name, role, connector, flags, logs, environment=None):
+    def __init__(self, name, role, connector, flags, logs):
         self.name, self.role, self.connector, self.flags, self.logs = name, role, connector, flags, logs
-        self.environment = environment or {}
         self.port, self.side_port = free_port(), free_port()
         self.process, self.starts = None, 0
 
@@ -62,10 +63,10 @@ class Server:
     def variables(self):
         ours = dict(
             VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", PYTHONHASHSEED="0",
-            HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
+            KVXFER_DEADLINES_UNMATCHED_MS=str(1000 * PATIENCE_S), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
             VLLM_HOST_IP="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=str(self.side_port),
             UCX_TLS="tcp,cma,posix,sysv,self", PYTHONPATH=str(SITE))
-        return {**setup.clean(), **ours, **self.environment}
+        return {**setup.clean(), **ours}
 
     def wait_ready(self):
         limit = time.monotonic() + START_LIMIT_S
@@ -159,7 +160,7 @@ class Connector:
 
 
 def kvxfer(policy="fail", **extra):
-    return Connector("KvxferConnector", "kvxfer.vllm", policy, extra)
+    return Connector("KvxferConnector", "kvxfer.vllm", policy, {"unclaimed_seconds": PATIENCE_S, **extra})
 
 
 def with_listen(connector, address):

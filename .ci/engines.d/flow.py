@@ -128,7 +128,7 @@ def overlap(trial):
 
 
 def layers(trial):
-    """The same with `layerwise`: each layer of a chunk is handed over when the forward is past it."""
+    """Both requests at once, with `layerwise`: each layer of a chunk is handed over when the forward is past it."""
     figures = overlap(trial)
     early = trial.since_prefill(metrics.EARLY_PARTS)
     chunks = 2 * sum(size // 256 for size in OVERLAP_SIZES)

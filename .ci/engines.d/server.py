@@ -17,6 +17,8 @@ START_LIMIT_S = 300
 STOP_LIMIT_S = 30
 # What nobody comes for ends after this time, not after minutes: scenarios wait for all to be given back.
 PATIENCE_S = 30
+# Two servers, and whatever else a machine does, on a few cores: a living process may be kept from running for seconds.
+LIVENESS_S = 10
 PR_SET_PDEATHSIG = 1
 # Warnings of vLLM's start that say nothing about a failure.
 NOISE = ("ulimit", "enforce eager", "Enforce eager", "Inductor", "Triton", "SSM cache", "FutureWarning", "experimental", "shm_broadcast")
@@ -63,10 +65,10 @@ class Server:
     def variables(self):
         ours = dict(
             VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", PYTHONHASHSEED="0",
-            KVXFER_DEADLINES_UNMATCHED_MS=str(1000 * PATIENCE_S), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
+            HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
             VLLM_HOST_IP="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=str(self.side_port),
             UCX_TLS="tcp,cma,posix,sysv,self", PYTHONPATH=str(SITE))
-        return {**setup.clean(), **ours}
+        return {**setup.clean(), **ours, **self.connector.variables}
 
     def wait_ready(self):
         limit = time.monotonic() + START_LIMIT_S
@@ -155,19 +157,20 @@ class Stopped:
 
 
 class Connector:
-    def __init__(self, name, module=None, policy="fail", extra=None):
-        self.name, self.module, self.policy, self.extra = name, module, policy, extra
+    def __init__(self, name, module=None, policy="fail", extra=None, variables=None):
+        self.name, self.module, self.policy, self.extra, self.variables = name, module, policy, extra, variables or {}
 
 
 def kvxfer(policy="fail", **extra):
-    return Connector("KvxferConnector", "kvxfer.vllm", policy, {"unclaimed_seconds": PATIENCE_S, **extra})
+    return Connector("KvxferConnector", "kvxfer.vllm", policy, {"unclaimed_seconds": PATIENCE_S, **extra},
+                     {"KVXFER_DEADLINES_UNMATCHED_MS": str(1000 * PATIENCE_S), "KVXFER_DEADLINES_LIVENESS_MS": str(1000 * LIVENESS_S)})
 
 
 def with_listen(connector, address):
     """The same, listening at this address if it is kvxfer's; a second worker takes the next port."""
     if not connector.module:
         return connector
-    return Connector(connector.name, connector.module, connector.policy, dict(connector.extra, listen=address))
+    return Connector(connector.name, connector.module, connector.policy, dict(connector.extra, listen=address), connector.variables)
 
 
 def nixl():

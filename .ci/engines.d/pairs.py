@@ -3,6 +3,9 @@ import server
 from server import Pair, Server
 
 BLOCK = 32
+# Of a pair with one rank on each side, and of each rank more.
+MEMORY_GIB = 7
+RANK_GIB = 2
 
 
 def make(name, logs):

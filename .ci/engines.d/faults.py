@@ -11,7 +11,7 @@ from trial import for_prefill, require
 
 # Many chunks: long enough under way to be disturbed.
 LONG = 7000
-# A lost peer is reported in 3 s; vLLM then computes the prompt itself, on a machine that may be slow.
+# A lost peer is reported after 10 s of silence here; vLLM then computes the prompt itself, on a machine that may be slow.
 LOSS_LIMIT_S = 45
 
 

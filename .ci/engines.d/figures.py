@@ -73,8 +73,10 @@ def one(name, samples):
                     plain.append(first)
         finally:
             pair.stop()
-    return dict(connector=name, tokens=TOKENS, samples=len(added), failures=len(failures), attempts=attempts, added_ms=quartiles(added),
+    result = dict(connector=name, tokens=TOKENS, samples=len(added), failures=len(failures), attempts=attempts, added_ms=quartiles(added),
                 with_transfer_ms=quartiles(with_transfer), plain_ms=quartiles(plain), plain_again_ms=quartiles(error), reasons=sorted(set(failures))[:5])
+    print(f"   {name}: {json.dumps(result)}", flush=True)
+    return result
 
 
 def sample(trial):

@@ -8,6 +8,7 @@ from pairs import BLOCK
 from trial import require
 
 SIZES = [40, 64, 129, 500, 1000, 2000, 3000]
+OVERLAP_SIZES = [3000, 1500, 700, 2600]
 TOKENS = 32
 
 
@@ -100,7 +101,7 @@ def prefix(trial):
 
 def overlap(trial):
     """Both requests at once with one transfer_id, in either order: parts are handed over while prefill goes on."""
-    sizes = [3000, 1500, 700, 2600]
+    sizes = OVERLAP_SIZES
     prompts = [trial.prompt(size) for size in sizes]
     for prompt in prompts:
         trial.reference(prompt, TOKENS)
@@ -124,6 +125,15 @@ def overlap(trial):
     for prompt, answer in zip(prompts * 2, all_at_once(one, prompts * 2)):
         trial.same(answer, prompt, TOKENS, "one of 8 at once, each with both requests at once")
     return f"{trial.compared_text()}; {early} parts before finish, {overlapped} with their reader there, in {len(sizes)} requests one by one, then 8 at once"
+
+
+def layers(trial):
+    """Both requests at once, with `layerwise`: each layer of a chunk is handed over when the forward is past it."""
+    figures = overlap(trial)
+    early = trial.since_prefill(metrics.EARLY_PARTS)
+    chunks = 2 * sum(size // 256 for size in OVERLAP_SIZES)
+    require(early >= 3 * chunks, f"{early} parts before finish for {chunks} chunks or so, of a model with 4 layers")
+    return figures
 
 
 def chunked(trial):

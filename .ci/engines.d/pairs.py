@@ -3,8 +3,9 @@ import server
 from server import Pair, Server
 
 BLOCK = 32
-# What nothing meets ends in seconds here instead of minutes: scenarios wait for all to be given back.
-PATIENCE = {"KVXFER_DEADLINES_UNMATCHED_MS": "30000"}
+# Of a pair with one rank on each side, and of each rank more.
+MEMORY_GIB = 7
+RANK_GIB = 2
 
 
 def make(name, logs):
@@ -18,6 +19,8 @@ def make(name, logs):
         return pair(logs, server.kvxfer("recompute"), flags + long + cached)
     if name == "chunked":
         return pair(logs, server.kvxfer("recompute"), flags + whole + chunked + ["--max-model-len", 8192])
+    if name == "layered":
+        return pair(logs, server.kvxfer("recompute", layerwise=True), flags + whole + chunked + ["--max-model-len", 4096])
     if name == "small":
         # Room for 1,504 tokens, of requests of up to 1,024. Each prefill advances by 64 tokens a step, so that several are under way at
         # once: each fits when it is admitted, and not all of them do when they have grown.
@@ -30,6 +33,6 @@ def make(name, logs):
 def pair(logs, connector, flags, tensor=(1, 1)):
     # A port of its own, so that its next life is found where its last one was.
     fixed = server.with_listen(connector, f"127.0.0.1:{server.free_port()}")
-    prefill = Server("prefill", "kv_producer", fixed, flags + ["--tensor-parallel-size", tensor[0]], logs, PATIENCE)
-    decode = Server("decode", "kv_consumer", connector, flags + ["--tensor-parallel-size", tensor[1]], logs, PATIENCE)
+    prefill = Server("prefill", "kv_producer", fixed, flags + ["--tensor-parallel-size", tensor[0]], logs)
+    decode = Server("decode", "kv_consumer", connector, flags + ["--tensor-parallel-size", tensor[1]], logs)
     return Pair(prefill, decode)

@@ -10,7 +10,6 @@ import faults
 import flow
 import pairs
 import setup
-from client import Refused
 from home import HOME, LOCK, LOGS, Problem
 from trial import Failed, Trial
 
@@ -21,6 +20,7 @@ SCENARIOS = [
     ("preemption", "small", flow.preemption),
     ("tp-2-1", "tp-2-1", flow.tensor_parallel),
     ("tp-1-2", "tp-1-2", flow.tensor_parallel),
+    ("layers", "layered", flow.layers),
     ("overlap", "chunked", flow.overlap),
     ("chunked", "chunked", flow.chunked),
     ("aborts", "chunked", faults.aborts),
@@ -61,6 +61,12 @@ def on_pair(name, scenarios):
     logs = LOGS / f"{time.strftime('%m%d-%H%M%S')}-{name}"
     logs.mkdir(parents=True)
     with alone():
+        available, needed = memory_gib(), pairs.MEMORY_GIB + (pairs.RANK_GIB if name.startswith("tp-") else 0)
+        if available < needed:
+            for scenario, _ in scenarios:
+                print(f"{scenario}: skipped: its servers need {needed} GiB of memory, and {available:.1f} are free", flush=True)
+                yield "skipped"
+            return
         pair = pairs.make(name, logs)
         began = time.monotonic()
         try:
@@ -92,7 +98,7 @@ def one(name, function, pair):
         settle_s = trial.settled()
         trial.answers()
         trial.settled()
-    except (Failed, Refused, Problem, OSError) as error:
+    except Exception as error:   # whatever it is, the scenarios after it have their turn
         print(f"{name}: FAILED after {time.monotonic() - began:.0f} s: {error}", flush=True)
         if not isinstance(error, Failed):
             traceback.print_exc(file=sys.stdout)
@@ -101,6 +107,12 @@ def one(name, function, pair):
         return "failed"
     print(f"{name}: ok in {time.monotonic() - began:.0f} s: {figures}; all blocks free in {settle_s:.1f} s", flush=True)
     return "passed"
+
+
+def memory_gib():
+    """What the system says can be used without swapping."""
+    with open("/proc/meminfo") as lines:
+        return next(int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")) / 2**20
 
 
 @contextlib.contextmanager

@@ -15,6 +15,10 @@ from home import HOME, MODEL, SITE, VENV, Problem
 
 START_LIMIT_S = 300
 STOP_LIMIT_S = 30
+# What nobody comes for ends after this time, not after minutes: scenarios wait for all to be given back.
+PATIENCE_S = 30
+# Two servers, and whatever else a machine does, on a few cores: a living process may be kept from running for seconds.
+LIVENESS_S = 10
 PR_SET_PDEATHSIG = 1
 # Warnings of vLLM's start that say nothing about a failure.
 NOISE = ("ulimit", "enforce eager", "Enforce eager", "Inductor", "Triton", "SSM cache", "FutureWarning", "experimental", "shm_broadcast")
@@ -24,9 +28,8 @@ libc = ctypes.CDLL(None)
 class Server:
     """One instance: its API server, its engine and its workers, which are one process group."""
 
-    def __init__(self, name, role, connector, flags, logs, environment=None):
+    def __init__(self, name, role, connector, flags, logs):
         self.name, self.role, self.connector, self.flags, self.logs = name, role, connector, flags, logs
-        self.environment = environment or {}
         self.port, self.side_port = free_port(), free_port()
         self.process, self.starts = None, 0
 
@@ -65,7 +68,7 @@ class Server:
             HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
             VLLM_HOST_IP="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=str(self.side_port),
             UCX_TLS="tcp,cma,posix,sysv,self", PYTHONPATH=str(SITE))
-        return {**setup.clean(), **ours, **self.environment}
+        return {**setup.clean(), **ours, **self.connector.variables}
 
     def wait_ready(self):
         limit = time.monotonic() + START_LIMIT_S
@@ -154,19 +157,20 @@ class Stopped:
 
 
 class Connector:
-    def __init__(self, name, module=None, policy="fail", extra=None):
-        self.name, self.module, self.policy, self.extra = name, module, policy, extra
+    def __init__(self, name, module=None, policy="fail", extra=None, variables=None):
+        self.name, self.module, self.policy, self.extra, self.variables = name, module, policy, extra, variables or {}
 
 
 def kvxfer(policy="fail", **extra):
-    return Connector("KvxferConnector", "kvxfer.vllm", policy, extra)
+    return Connector("KvxferConnector", "kvxfer.vllm", policy, {"unclaimed_seconds": PATIENCE_S, **extra},
+                     {"KVXFER_DEADLINES_UNMATCHED_MS": str(1000 * PATIENCE_S), "KVXFER_DEADLINES_LIVENESS_MS": str(1000 * LIVENESS_S)})
 
 
 def with_listen(connector, address):
     """The same, listening at this address if it is kvxfer's; a second worker takes the next port."""
     if not connector.module:
         return connector
-    return Connector(connector.name, connector.module, connector.policy, dict(connector.extra, listen=address))
+    return Connector(connector.name, connector.module, connector.policy, dict(connector.extra, listen=address), connector.variables)
 
 
 def nixl():

@@ -45,6 +45,8 @@ pub(crate) struct LaneShared {
     pub(crate) writer: Mutex<Writer>,
     /// `local-remote` while it is up, for people.
     pub(crate) rail: Mutex<Option<String>>,
+    /// Why it was lost last, for people.
+    pub(crate) loss: Mutex<Option<String>>,
     pub(crate) counters: CachePadded<LaneCounters>,
 }
 
@@ -70,6 +72,7 @@ impl LaneShared {
             mail: Mutex::new(Mail::default()),
             writer: Mutex::new(Writer::new()),
             rail: Mutex::new(None),
+            loss: Mutex::new(None),
             counters: CachePadded::new(LaneCounters::default()),
         }
     }
@@ -508,6 +511,7 @@ impl Lane {
         shared.writer.lock().shut();
         let _ = rustix::net::shutdown(&socket, Shutdown::Both);
         *shared.rail.lock() = None;
+        *shared.loss.lock() = Some(error.to_string());
         add(&shared.counters.losses, 1);
         reader.shut(&self.link);
         self.link.lanes_up.fetch_sub(1, Ordering::SeqCst);

@@ -236,7 +236,13 @@ impl Link for TcpLink {
                 .iter()
                 .filter_map(|lane| lane.rail.lock().clone())
                 .collect(),
-            rails_down: Vec::new(),
+            rails_down: self
+                .core
+                .lanes
+                .iter()
+                .filter(|lane| lane.rail.lock().is_none())
+                .filter_map(|lane| lane.loss.lock().clone())
+                .collect(),
             rails_configured: self.core.lanes.len(),
         }
     }

@@ -102,7 +102,7 @@ impl Offer {
     /// most `deadlines.retract_ms_max`, for reads that are inside a system call. The offer ends `Retracted`.
     ///
     /// # Errors
-    /// `InvalidArgument` if the blocks are none of the offer's; `DeadlineExceeded` (quarantined) if a read did not
+    /// `InvalidArgument` if there are none or they are none of the offer's; `DeadlineExceeded` (quarantined) if a read did not
     /// end in time.
     pub fn retract(&self, blocks: &[BlockId]) -> Result<()> {
         let gate = self

@@ -407,7 +407,6 @@ impl Machine {
     ) -> Result<HandleId> {
         let result = self.begin_push(now, pool, source, grant, options);
         self.settle(now);
-
         result
     }
 

@@ -310,6 +310,11 @@ impl Machine {
 
     pub(super) fn retract_offer(&mut self, now: Time, id: HandleId, blocks: &[BlockId]) -> Result<Arc<Gate>> {
         let offer = self.open_offer(id)?;
+        if blocks.is_empty() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "retracting no blocks")
+                .because("it would end the offer for nothing")
+                .remedy("name the blocks that are taken back, or cancel the offer"));
+        }
         let own: BTreeSet<BlockId> = offer
             .selection()
             .groups

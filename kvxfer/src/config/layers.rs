@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::OsString;
+use std::io::Read;
 use std::net::SocketAddr;
 use std::path::Path;
 
@@ -23,6 +24,9 @@ impl PartialEq for Sources {
     }
 }
 
+/// Bytes of a configuration file, at most: what is named by mistake may not end.
+const FILE_BYTES_MAX: u64 = 1 << 20;
+
 /// A configuration being put together, lowest layer first.
 pub(crate) struct Layers {
     table: Table,
@@ -39,12 +43,19 @@ impl Layers {
 
     pub(crate) fn file(self, path: &Path) -> Result<Layers> {
         let source = path.display().to_string();
-        let text = std::fs::read_to_string(path).map_err(|error| {
+        let refused = |why: String| {
             Error::new(ErrorKind::InvalidArgument, "the configuration file cannot be read")
                 .at(source.clone())
-                .because(error.to_string())
-                .remedy("name a readable file")
-        })?;
+                .because(why)
+                .remedy("name a readable file of at most 1 MiB")
+        };
+        let mut text = String::new();
+        std::fs::File::open(path)
+            .and_then(|file| file.take(FILE_BYTES_MAX + 1).read_to_string(&mut text))
+            .map_err(|error| refused(error.to_string()))?;
+        if text.len() as u64 > FILE_BYTES_MAX {
+            return Err(refused("it is longer than 1 MiB".into()));
+        }
         self.file_text(&text, &source)
     }
 

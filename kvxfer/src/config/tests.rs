@@ -250,3 +250,10 @@ fn one_key_is_set_from_text() {
     }
     assert_eq!(config.limits.slots_max, 512);
 }
+
+#[test]
+fn a_file_without_an_end_is_refused() {
+    let error = Config::from_toml_file("/dev/zero").unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::InvalidArgument);
+    assert!(error.to_string().contains("longer than 1 MiB"), "{error}");
+}

@@ -8,6 +8,8 @@ use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use parking_lot::Mutex;
+use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
+use tokio::io::Interest;
 use tokio::net::TcpStream;
 use tokio::sync::{Notify, OwnedSemaphorePermit};
 use tokio::time::{Instant, sleep_until};
@@ -123,7 +125,7 @@ impl Connection {
                 *slice = IoSlice::new(&frame[skip..]);
                 count += 1;
             }
-            match self.stream.try_write_vectored(&slices[..count]) {
+            match self.send(&slices[..count]) {
                 Ok(written) => outbox.advance(written),
                 Err(error) if error.kind() == IoKind::WouldBlock => {
                     return match outbox.closing {
@@ -137,6 +139,14 @@ impl Connection {
                 }
             }
         }
+    }
+
+    /// A peer that is gone must be an error, not a `SIGPIPE`, which ends programs that are not written in Rust or Python.
+    fn send(&self, slices: &[IoSlice<'_>]) -> std::io::Result<usize> {
+        self.stream.try_io(Interest::WRITABLE, || {
+            let mut control = SendAncillaryBuffer::default();
+            Ok(sendmsg(&self.stream, slices, &mut control, SendFlags::NOSIGNAL)?)
+        })
     }
 
     fn io_error(&self, error: &std::io::Error) -> Error {
@@ -342,5 +352,40 @@ impl FrameReader {
 
     fn partial(&self) -> bool {
         self.parsed < self.buffer.len()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::AtomicBool;
+
+    use super::*;
+
+    static RAISED: AtomicBool = AtomicBool::new(false);
+
+    extern "C" fn note(_: libc::c_int) {
+        RAISED.store(true, Ordering::SeqCst);
+    }
+
+    #[tokio::test]
+    async fn a_peer_that_is_gone_raises_no_signal() {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let here = TcpStream::connect(listener.local_addr().unwrap()).await.unwrap();
+        let (there, peer) = listener.accept().await.unwrap();
+        // Reset, and told so by a read: a write is EPIPE from here on, and a signal where that is not prevented.
+        rustix::net::sockopt::set_socket_linger(&there, Some(Duration::ZERO)).unwrap();
+        drop(there);
+        here.readable().await.unwrap();
+        assert!(here.try_read(&mut [0; 1]).is_err());
+
+        // Rust programs begin with SIGPIPE ignored, others do not.
+        // SAFETY: the handler only stores to an atomic; nothing else of this process depends on the signal.
+        let before = unsafe { libc::signal(libc::SIGPIPE, note as *const () as libc::sighandler_t) };
+        let connection = Connection::new(ConnectionId(1), here, peer);
+        connection.queue(&Frame::Refuse(Error::new(ErrorKind::Closed, "a test")));
+        assert!(matches!(connection.write(), Flushed::Broken(_)));
+        // SAFETY: what was there before.
+        unsafe { libc::signal(libc::SIGPIPE, before) };
+        assert!(!RAISED.load(Ordering::SeqCst), "SIGPIPE");
     }
 }

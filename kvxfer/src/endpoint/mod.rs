@@ -118,6 +118,9 @@ impl Endpoint {
 
     /// Offers a request's KV under a key of at most 256 bytes, before or after it is claimed.
     ///
+    /// A key is for one hand-over: ended keys are remembered for `deadlines.ended_keys_retention_ms`, so that a late claim
+    /// hears how its offer ended, and a key used again meets that end. [`Offer::restart`] begins anew under the same key.
+    ///
     /// # Errors
     /// `DuplicateKey` if a live offer has the key, `InvalidArgument` for the key or options, `Busy` at a limit.
     pub fn offer(&self, key: impl AsRef<[u8]>, pool: &Pool, options: OfferOptions) -> Result<Offer> {

@@ -389,6 +389,7 @@ fn retracted_blocks_never_arrive() {
         .unwrap();
     claim.fill(tokens(32, [5, 6])).unwrap();
     offer.ready(0..16, ..).unwrap();
+    assert_eq!(offer.retract(&[]).unwrap_err().kind(), ErrorKind::InvalidArgument);
     offer.retract(&[1, 2]).unwrap();
     // From here on the blocks are somebody else's.
     fill(&prefill.pool, &source, "somebody else", 0);

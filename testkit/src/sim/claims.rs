@@ -205,6 +205,11 @@ impl World {
 
     pub(crate) fn retract(&mut self, node: NodeIndex, serial: Serial, handle: HandleId, in_flight: bool) {
         let blocks: Vec<u32> = self.ledger[serial as usize].blocks.first().cloned().unwrap_or_default();
+        if blocks.is_empty() {
+            // Nothing can be taken back yet.
+            self.with_machine(node, |machine, now| machine.cancel(now, handle));
+            return;
+        }
         match self.with_machine(node, |machine, now| machine.retract(now, handle, &blocks)) {
             Some(Ok(gate)) => {
                 if in_flight {

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use kvxfer::{Claim, ClaimOptions, Endpoint, Error, ErrorKind, Offer, OfferOptions, Pool, Result};
+use kvxfer::{Claim, ClaimOptions, Endpoint, Error, Offer, OfferOptions, Pool, Result};
 
 use crate::address::{addresses, kvx_address, kvx_id128};
 use crate::call::{Status, call};

@@ -1,5 +1,5 @@
 //! Memory that a caller takes away while it is registered.
-#![allow(missing_docs, clippy::unwrap_used)]
+#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
 mod common;
 

@@ -20,7 +20,7 @@ the child.
 
 import atexit as _atexit
 
-from . import _aio as _aio  # makes handles awaitable
+from ._aio import EventIterator  # the module makes handles awaitable, too
 from ._declare import BlockDescriptor, Geometry, Group, Plane, Sharding
 from ._errors import (
     AlreadyClaimed,
@@ -49,6 +49,7 @@ from ._errors import (
     Unknown,
     Unreachable,
     Unsupported,
+    WaitTimeout,
 )
 from ._kvxfer import (
     Arrival,
@@ -76,7 +77,7 @@ from ._kvxfer import (
     _close_all,
     config_reference,
 )
-from ._tensors import TensorPlane, layout_of
+from ._tensors import MemoryRegion, TensorPlane, layout_of
 
 # Before the interpreter goes away: ends what is in flight, so that no thread waits in the library then.
 _atexit.register(_close_all)
@@ -98,6 +99,7 @@ __all__ = [
     "EndpointAddress",
     "Error",
     "Event",
+    "EventIterator",
     "Events",
     "Geometry",
     "GeometryMismatch",
@@ -109,6 +111,7 @@ __all__ = [
     "InvalidArgument",
     "Layout",
     "Member",
+    "MemoryRegion",
     "NotOffered",
     "NotRegistered",
     "Offer",
@@ -135,6 +138,7 @@ __all__ = [
     "Unknown",
     "Unreachable",
     "Unsupported",
+    "WaitTimeout",
     "__version__",
     "config_reference",
     "layout_of",

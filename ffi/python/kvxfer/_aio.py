@@ -6,8 +6,7 @@ handle's key to a list and makes a descriptor readable; the loop, which watches 
 
 import asyncio
 import os
-from collections import deque
-from typing import TYPE_CHECKING, Any, Deque, Dict, Generator
+from typing import TYPE_CHECKING, Any, Dict, Generator
 from weakref import WeakKeyDictionary, ref
 
 from ._kvxfer import Event, Handle, _Wakes
@@ -87,26 +86,24 @@ Handle.__await__ = _await  # type: ignore[method-assign]
 
 class EventIterator:
     """Events of an endpoint, as they come, until it is closed. Iterators of one endpoint share its queue: each event
-    goes to one of them."""
+    goes to one of them. None is taken ahead: leaving the loop leaves the rest in the queue."""
 
     def __init__(self, events: "Events") -> None:
         self._events = events
-        self._batch: Deque[Event] = deque()
 
     def __aiter__(self) -> "EventIterator":
         return self
 
     async def __anext__(self) -> Event:
-        while not self._batch:
+        while True:
             # In this order: what came before the end is not lost.
             closed = self._events._closed
-            self._batch.extend(self._events.drain())
-            if self._batch:
-                break
+            # One, with nothing awaited before it is given: a cancelled wait loses none.
+            for event in self._events.drain(1):
+                return event
             if closed:
                 raise StopAsyncIteration
             await _readable(self._events)
-        return self._batch.popleft()
 
 
 async def _readable(events: "Events") -> None:

@@ -149,6 +149,12 @@ class DeadlineExceeded(Error, TimeoutError):
     retryable = True
 
 
+class WaitTimeout(DeadlineExceeded):
+    """A wait is over and its handle is still open: wait again, or cancel it. Its blocks are in use.
+
+    `kind` is "DeadlineExceeded". A handle that ended at its own deadline raises `DeadlineExceeded` itself."""
+
+
 class Busy(Error):
     """A configured limit is reached; it clears by itself."""
 
@@ -240,6 +246,6 @@ _BY_KIND: "dict[str, type[Error]]" = {
     )
 }
 
-for _error in (Error, *_BY_KIND.values()):
+for _error in (Error, WaitTimeout, *_BY_KIND.values()):
     # Where users find them, for tracebacks and pickles.
     _error.__module__ = "kvxfer"

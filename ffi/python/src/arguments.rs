@@ -5,7 +5,7 @@ use std::time::Duration;
 use kvxfer::{BlockId, Error, ErrorKind};
 use pyo3::exceptions::{PyOverflowError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyBool, PyByteArray, PyBytes, PyList, PyString, PyTuple};
+use pyo3::types::{PyBool, PyByteArray, PyBytes, PyFloat, PyList, PyString, PyTuple};
 use pyo3::{Borrowed, ffi};
 
 use crate::error::{invalid, raise};
@@ -53,7 +53,7 @@ numbers! {
     U128(u128);
 }
 
-/// A time in seconds.
+/// A time in seconds. Infinity is for ever.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Seconds(pub(crate) Duration);
 
@@ -61,7 +61,20 @@ impl<'py> FromPyObject<'_, 'py> for Seconds {
     type Error = PyErr;
 
     fn extract(object: Borrowed<'_, 'py, PyAny>) -> PyResult<Self> {
-        let seconds: f64 = object.extract()?;
+        if !object.is_exact_instance_of::<PyFloat>() && ["bool", "bool_"].contains(&type_name(&object).as_str()) {
+            return Err(PyTypeError::new_err("a time is a number of seconds, not bool"));
+        }
+        let seconds: f64 =
+            object.extract().map_err(
+                |error: PyErr| match error.is_instance_of::<PyOverflowError>(object.py()) {
+                    true => invalid(
+                        "a time",
+                        "it has more seconds than a float can hold",
+                        "give seconds as a number from 0 on, or None for no limit",
+                    ),
+                    false => error,
+                },
+            )?;
         if seconds.is_nan() || seconds < 0.0 {
             return Err(invalid(
                 format!("{seconds} seconds"),

@@ -3,10 +3,11 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use kvxfer::config::Security;
 use kvxfer::{ClaimOptions, Config, ErrorKind, OfferOptions, PeerState, PullOptions, PushOptions};
+use parking_lot::Mutex;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};
@@ -24,6 +25,11 @@ use crate::memory::{region, with_bytes};
 use crate::pool::Pool;
 use crate::selection::target;
 use crate::warn;
+
+/// What closing may take if nothing is said.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(5);
+/// What an exception waits for the endpoint that it leaves: enough for closing in all but bad cases.
+const EXCEPTION_WAITS: Duration = Duration::from_millis(250);
 
 /// An endpoint and what tells its end.
 pub(crate) struct Core {
@@ -52,7 +58,8 @@ impl Core {
 ///
 /// `config` is `None` (the defaults with the `KVXFER_*` variables over them), a TOML text, a `pathlib.Path` to a TOML
 /// file, or a nested dict; the other arguments go over it. An endpoint that is collected while open is closed, with a
-/// `ResourceWarning`; use it as a context manager or call `close`.
+/// `ResourceWarning`; use it as a context manager or call `close`. If the body of `with` raised, its exception is not
+/// kept waiting: closing goes on behind it.
 #[pyclass(frozen, module = "kvxfer", name = "Endpoint", weakref)]
 pub(crate) struct Endpoint {
     core: Local<Arc<Core>>,
@@ -65,6 +72,37 @@ impl Endpoint {
     fn open(&self) -> PyResult<&kvxfer::Endpoint> {
         Ok(&self.core.get()?.endpoint)
     }
+
+    /// Closes on a thread of its own, so that Ctrl-C is heard here; waits at most `patience`.
+    fn begin_close(
+        &self,
+        py: Python<'_>,
+        timeout: Duration,
+        patience: Option<Duration>,
+    ) -> PyResult<Option<kvxfer::Result<()>>> {
+        let core = Arc::clone(self.core.get()?);
+        exit::beside(py, patience, move || core.close(timeout))
+    }
+}
+
+/// The error of the last slice of a connect, with the whole time in its reason.
+fn not_within(last: kvxfer::Error, address: &kvxfer::EndpointAddress, timeout: Duration) -> kvxfer::Error {
+    let seconds = timeout.as_secs_f64();
+    let (why, remedy) = match last.what() {
+        "no session yet" => (
+            format!("the peer did not answer within {seconds} s"),
+            "check that the peer runs and that the address is its published one",
+        ),
+        "no link yet" => (
+            format!("there is a session, and no transport came up within {seconds} s"),
+            "see explain() for the transports, or allow more time",
+        ),
+        _ => return last,
+    };
+    kvxfer::Error::new(last.kind(), last.what())
+        .at(address.to_string())
+        .because(why)
+        .remedy(remedy)
 }
 
 #[pymethods]
@@ -159,7 +197,23 @@ impl Endpoint {
     fn connect(&self, py: Python<'_>, address: &Bound<'_, PyAny>, timeout: Seconds) -> PyResult<()> {
         let address = crate::address::address(address)?;
         let endpoint = self.open()?;
-        without_lock(py, || endpoint.connect(&address, timeout.0)).map_err(raise)
+        // Repeating it joins the attempt that is under way. An error that came before its time is the answer.
+        let last = Mutex::new(None);
+        let connected = exit::wait(py, Some(timeout.0), |slice| {
+            let began = Instant::now();
+            match endpoint.connect(&address, slice) {
+                Err(error) if began.elapsed() >= slice => {
+                    *last.lock() = Some(error);
+                    None
+                }
+                result => Some(result),
+            }
+        })?;
+        let connected = connected.unwrap_or_else(|| match last.into_inner() {
+            Some(error) => Err(not_within(error, &address, timeout.0)),
+            None => endpoint.connect(&address, Duration::ZERO),
+        });
+        connected.map_err(raise)
     }
 
     /// The path to a peer in words: session, transport, rails, and why better ones were not taken.
@@ -390,19 +444,26 @@ impl Endpoint {
 
     /// Ends every handle with `Closed`, tells peers, and stops all threads; waits at most `timeout` seconds for what
     /// is under way. A second call does nothing.
-    #[pyo3(signature = (timeout = Seconds(Duration::from_secs(5))), text_signature = "($self, timeout=5.0)")]
+    #[pyo3(signature = (timeout = Seconds(CLOSE_TIMEOUT)), text_signature = "($self, timeout=5.0)")]
     fn close(&self, py: Python<'_>, timeout: Seconds) -> PyResult<()> {
-        let core = self.core.get()?;
-        without_lock(py, || core.close(timeout.0)).map_err(raise)
+        match self.begin_close(py, timeout.0, None)? {
+            Some(result) => result.map_err(raise),
+            None => Ok(()),
+        }
     }
 
     fn __enter__(slf: Py<Self>) -> Py<Self> {
         slf
     }
 
-    #[pyo3(signature = (*_exception), text_signature = "($self, *exception)")]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close(py, Seconds(Duration::from_secs(5)))
+    #[pyo3(signature = (*exception))]
+    fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        if exit::raised(exception) {
+            // What the body raised says more than how closing went.
+            self.begin_close(py, CLOSE_TIMEOUT, Some(EXCEPTION_WAITS))?;
+            return Ok(());
+        }
+        self.close(py, Seconds(CLOSE_TIMEOUT))
     }
 
     fn __repr__(&self) -> String {

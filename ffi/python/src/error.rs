@@ -24,9 +24,20 @@ pub(crate) fn exception<'py>(py: Python<'py>, error: &Error) -> PyResult<Bound<'
         .bind(py)
         .get_item(kind)?
         .ok_or_else(|| pyo3::exceptions::PySystemError::new_err(format!("no exception class for {kind}: {error}")))?;
+    made(&class, error)
+}
+
+/// The exception for a wait that is over while its handle is open: a class of its own, since a handle that ended at
+/// its deadline is something else.
+pub(crate) fn wait_timeout(py: Python<'_>, error: &Error) -> PyErr {
+    let made = || made(&PyModule::import(py, "kvxfer._errors")?.getattr("WaitTimeout")?, error);
+    made().map_or_else(|failed| failed, PyErr::from_value)
+}
+
+fn made<'py>(class: &Bound<'py, PyAny>, error: &Error) -> PyResult<Bound<'py, PyAny>> {
     // Python shows the class's name before the message.
     let text = error.to_string();
-    let prefix = format!("{kind}: ");
+    let prefix = format!("{}: ", error.kind().name());
     let message = text.strip_prefix(&prefix).unwrap_or(&text);
     let made = class.call1((message,))?;
     if error.destination() != Destination::Untouched {

@@ -7,7 +7,7 @@ use kvxfer::EventKind;
 use pyo3::exceptions::PyRuntimeError;
 use pyo3::prelude::*;
 
-use crate::arguments::Seconds;
+use crate::arguments::{Seconds, U64};
 use crate::endpoint::Core;
 use crate::exit;
 use crate::fork::Local;
@@ -32,9 +32,10 @@ impl Events {
 #[pymethods]
 impl Events {
     /// Takes up to `max` events, oldest first.
-    #[pyo3(signature = (max = 1024))]
-    fn drain(&self, max: usize) -> PyResult<Vec<Event>> {
+    #[pyo3(signature = (max = U64(1024)), text_signature = "($self, max=1024)")]
+    fn drain(&self, max: U64) -> PyResult<Vec<Event>> {
         let mut events = Vec::new();
+        let max = usize::try_from(max.0).unwrap_or(usize::MAX);
         self.events.get()?.drain(&mut events, max);
         Ok(events.into_iter().map(Event::new).collect())
     }

@@ -5,12 +5,13 @@
 //! slices, and before the interpreter ends every endpoint is closed, which ends all handles and so those waits.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, Weak, mpsc};
 use std::time::{Duration, Instant};
 
 use kvxfer::{Error, ErrorKind};
 use parking_lot::Mutex;
 use pyo3::prelude::*;
+use pyo3::types::PyTuple;
 
 use crate::endpoint::Core;
 use crate::error::raise;
@@ -74,6 +75,40 @@ pub(crate) fn wait<T: Send>(
             ));
         }
     }
+}
+
+/// Runs `work` on a thread of its own and waits for it as [`wait`] does: for a call that cannot be cut into slices. It
+/// goes on when the time is over (`None`) or a signal handler raised.
+pub(crate) fn beside<T: Send + 'static>(
+    py: Python<'_>,
+    timeout: Option<Duration>,
+    work: impl FnOnce() -> T + Clone + Send + 'static,
+) -> PyResult<Option<T>> {
+    let (tell, told) = mpsc::channel();
+    let there = work.clone();
+    let thread = std::thread::Builder::new().name("kvxfer-close".into());
+    // Nobody may hear it any more.
+    if thread.spawn(move || drop(tell.send(there()))).is_err() {
+        return Ok(Some(without_lock(py, work)));
+    }
+    let told = Mutex::new(told);
+    let done = wait(py, timeout, |slice| match told.lock().recv_timeout(slice) {
+        Ok(result) => Some(Some(result)),
+        Err(mpsc::RecvTimeoutError::Timeout) => None,
+        Err(mpsc::RecvTimeoutError::Disconnected) => Some(None),
+    })?;
+    match done {
+        None => Ok(None),
+        Some(Some(result)) => Ok(Some(result)),
+        Some(None) => Err(raise(
+            Error::new(ErrorKind::Internal, "a thread of the binding").because("it panicked"),
+        )),
+    }
+}
+
+/// Whether a `with` statement's body raised, from what `__exit__` is given.
+pub(crate) fn raised(exception: &Bound<'_, PyTuple>) -> bool {
+    exception.get_item(0).is_ok_and(|class| !class.is_none())
 }
 
 /// Closes every endpoint of this process, within a few seconds: what `atexit` runs.

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 
 use crate::address::Grant;
 use crate::arguments::{Seconds, U16, U32};
-use crate::error::{exception, raise};
+use crate::error::{exception, raise, wait_timeout};
 use crate::exit::{self, without_lock};
 use crate::fork::Local;
 use crate::warn;
@@ -193,7 +193,7 @@ impl Handle {
     }
 
     /// Blocks until the handle ends, at most `timeout` seconds (`None`: for ever), and gives its result or raises its
-    /// error. `DeadlineExceeded` (a `TimeoutError`) with `destination == "quarantined"` if it is still open then.
+    /// error. `WaitTimeout` (a `DeadlineExceeded`, a `TimeoutError`) if it is still open then: its blocks are in use.
     /// Other threads of Python run meanwhile.
     #[pyo3(signature = (timeout = None))]
     fn wait(&self, py: Python<'_>, timeout: Option<Seconds>) -> PyResult<Py<PyAny>> {
@@ -204,10 +204,11 @@ impl Handle {
         let timeout = timeout.map(|timeout| timeout.0);
         match exit::wait(py, timeout, |slice| inner.wait(slice))? {
             Some(result) => outcome(py, result),
-            None => Err(raise(
-                Error::new(
+            None => Err(wait_timeout(
+                py,
+                &Error::new(
                     ErrorKind::DeadlineExceeded,
-                    format!("a wait of {:?}", timeout.unwrap_or_default()),
+                    format!("a wait of {} s", timeout.unwrap_or_default().as_secs_f64()),
                 )
                 .because("the handle is still open")
                 .remedy("wait again, or cancel the handle and wait for its end before reusing its blocks")

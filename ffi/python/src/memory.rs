@@ -11,7 +11,7 @@ use kvxfer::memory::{HostMemory, Region};
 use kvxfer::{Error, ErrorKind};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyTuple};
+use pyo3::types::{PyDict, PyTuple, PyType};
 use pyo3::{ffi, intern};
 
 use crate::arguments::{U64, type_name};
@@ -192,6 +192,19 @@ pub(crate) struct View {
 impl View {
     pub(crate) fn new(object: &Bound<'_, PyAny>) -> PyResult<View> {
         let py = object.py();
+        if object.is_instance_of::<PyType>() {
+            return Err(PyTypeError::new_err(format!(
+                "memory is an array or another buffer, and {} is a class: give an object of it",
+                object.repr()?
+            )));
+        }
+        if object
+            .getattr("dtype")
+            .and_then(|dtype| dtype.getattr("hasobject")?.is_truthy())
+            .unwrap_or(false)
+        {
+            return Err(of_objects(object));
+        }
         if has(object, "__cuda_array_interface__") {
             return View::from_interface(object, "__cuda_array_interface__", "cuda");
         }
@@ -228,6 +241,10 @@ impl View {
         if !view.raw.suboffsets.is_null() {
             return Err(PyBufferError::new_err("a buffer with suboffsets is in several pieces"));
         }
+        // Names in a struct's format stand between colons.
+        if view.format().split(':').step_by(2).any(|types| types.contains('O')) {
+            return Err(of_objects(object));
+        }
         let (shape, strides) = (view.shape().to_vec(), view.strides().to_vec());
         Ok(View {
             address: view.address() as u64,
@@ -253,9 +270,16 @@ impl View {
         let (address, read_only): (u64, bool) = field("data")?.extract()?;
         let shape: Vec<u64> = field("shape")?.extract()?;
         let kind: String = field("typestr")?.extract()?;
-        let item_size: u64 = kind
+        if matches!(kind.as_bytes().get(1), Some(b'O' | b'T')) {
+            return Err(of_objects(object));
+        }
+        // A unit may follow, as in "<M8[ns]".
+        let size = kind
             .get(2..)
-            .and_then(|size| size.parse().ok())
+            .and_then(|size| size.split('[').next()?.parse::<u64>().ok());
+        let item_size = size
+            // Of text, characters are counted.
+            .and_then(|size| size.checked_mul(if kind.as_bytes()[1] == b'U' { 4 } else { 1 }))
             .ok_or_else(|| PyTypeError::new_err(format!("{name} of {} with typestr {kind:?}", type_name(object))))?;
         let strides: Option<Vec<i64>> = match described.get_item("strides")? {
             Some(strides) if !strides.is_none() => Some(strides.extract()?),
@@ -326,6 +350,15 @@ impl View {
         let same = |((&size, &stride), &dense): ((&u64, &i64), &i64)| size <= 1 || stride == dense;
         self.shape.iter().zip(&self.strides).zip(&dense).all(same)
     }
+}
+
+/// What is refused: bytes that are pointers mean nothing elsewhere, and writing them crashes the interpreter.
+fn of_objects(object: &Bound<'_, PyAny>) -> PyErr {
+    invalid(
+        format!("an array of Python objects ({})", type_name(object)),
+        "its memory holds pointers of this process, no data",
+        "use an array of numbers",
+    )
 }
 
 fn has(object: &Bound<'_, PyAny>, name: &str) -> bool {

@@ -18,7 +18,8 @@ use crate::memory::with_bytes;
 /// Memory with a layout, known to its endpoint's transports and told to its peers.
 ///
 /// It keeps its memory alive, also when it is collected while something still refers to it. As a context manager it
-/// is closed at the end, once nothing refers to it any more.
+/// is closed at the end, once nothing refers to it any more; if the body raised and something still does, it is left
+/// open, and its memory is let go later.
 #[pyclass(frozen, module = "kvxfer", name = "Pool", weakref)]
 pub(crate) struct Pool {
     inner: Local<Option<kvxfer::Pool>>,
@@ -178,8 +179,14 @@ impl Pool {
         slf
     }
 
-    #[pyo3(signature = (*_exception), text_signature = "($self, *exception)")]
-    fn __exit__(&self, py: Python<'_>, _exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+    #[pyo3(signature = (*exception))]
+    fn __exit__(&self, py: Python<'_>, exception: &Bound<'_, PyTuple>) -> PyResult<()> {
+        if exit::raised(exception) {
+            // What the body raised says more than `Busy`, which its open handles would make certain.
+            let pool = self.open()?;
+            let _ = exit::without_lock(py, || pool.close());
+            return Ok(());
+        }
         self.close_wait(py, Seconds(Duration::from_secs(5)))
     }
 

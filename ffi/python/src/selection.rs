@@ -160,12 +160,21 @@ impl PyTarget {
 
     fn __repr__(&self) -> String {
         match &self.inner {
-            Target::Selection { selection, scope } => format!(
-                "<kvxfer.Target {} cache groups, layers {:?}, heads {:?}>",
-                selection.groups.len(),
-                scope.layers,
-                scope.heads
-            ),
+            Target::Selection { selection, scope } => {
+                let layers = match scope.layers.as_slice() {
+                    [] => "all".to_owned(),
+                    layers => format!("{layers:?}"),
+                };
+                let heads = scope.heads.as_ref().map(|heads| {
+                    let ranges: Vec<(u32, u32)> = heads.iter().map(|heads| (heads.start, heads.end)).collect();
+                    format!("{ranges:?}")
+                });
+                format!(
+                    "<kvxfer.Target {} cache groups, layers: {layers}, heads: {}>",
+                    selection.groups.len(),
+                    heads.as_deref().unwrap_or("all")
+                )
+            }
             Target::Descriptors(descriptors) => format!("<kvxfer.Target {} descriptors>", descriptors.len()),
         }
     }

@@ -202,3 +202,40 @@ def test_awaiting_without_a_loop_says_so(pools):
     with pytest.raises(RuntimeError, match="no running event loop"):
         open_claim.__await__().send(None)
     open_claim.cancel()
+
+
+def test_leaving_the_iteration_leaves_the_rest_in_the_queue(pools):
+    """However it is left: by break, by an exception, by being cancelled; and the other views see what it has left."""
+    decode, receive = pools[2:]
+    for number in range(50):
+        receive.grant((0, 1, [0]), events=number).cancel()
+
+    async def main():
+        seen = []
+        async for event in decode.events:
+            seen.append(event.data)
+            if len(seen) == 3:
+                break
+        seen += [event.data for event in decode.events.drain(2)]
+        with pytest.raises(KeyError):
+            async for event in decode.events:
+                seen.append(event.data)
+                raise KeyError
+
+        async def follow():
+            async for event in decode.events:
+                seen.append(event.data)
+                if len(seen) == 10:
+                    task.cancel()
+                await asyncio.sleep(0)
+
+        task = asyncio.ensure_future(follow())
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(seen) == 10
+        while len(seen) < 50:
+            assert decode.events.wait(WAIT)
+            seen += [event.data for event in decode.events.drain()]
+        assert seen == list(range(50))
+
+    run(main())

@@ -30,6 +30,8 @@ def world():
 
 read_only = np.zeros((8, 16), np.uint8)
 read_only.flags.writeable = False
+frozen_objects = np.array([None] * 16)
+frozen_objects.flags.writeable = False
 group = kvxfer.Group("a", kvxfer.Geometry.attention("f16", 16, 8, 64), 4)
 plane = kvxfer.Plane("0", "key")
 huge = 1 << 70
@@ -64,7 +66,10 @@ CASES = [
     ("endpoint.explain(None)", TypeError, "address"),
     ("endpoint.drain()", TypeError, "timeout"),
     ("endpoint.close(timeout=math.nan)", kvxfer.InvalidArgument, "negative"),
-    ("endpoint.events.drain(-1)", OverflowError, ""),
+    ("endpoint.events.drain(-1)", kvxfer.InvalidArgument, "-1"),
+    ("endpoint.events.drain(True)", TypeError, "bool"),
+    ("endpoint.events.wait(True)", TypeError, "seconds, not bool"),
+    ("endpoint.connect('127.0.0.1:1', timeout=np.True_)", TypeError, "seconds, not bool"),
     ("endpoint.events.wait('x')", TypeError, ""),
     ("kvxfer.EndpointAddress('')", kvxfer.InvalidArgument, ""),
     ("kvxfer.EndpointAddress('x' * 1000)", kvxfer.InvalidArgument, "bytes"),
@@ -123,6 +128,15 @@ CASES = [
     ("endpoint.register(LAYOUT, ['text'], 'both')", TypeError, "memory is"),
     ("endpoint.register(LAYOUT, [5], 'both')", TypeError, "memory is"),
     ("endpoint.register(LAYOUT, [None], 'both')", TypeError, "memory is"),
+    ("endpoint.register(LAYOUT, [np.ndarray], 'both')", TypeError, "ndarray'> is a class: give an object"),
+    ("endpoint.register(LAYOUT, [bytearray], 'both')", TypeError, "bytearray'> is a class"),
+    ("endpoint.register(LAYOUT, [np.array([None] * 16)], 'both')", kvxfer.InvalidArgument, "Python objects"),
+    ("endpoint.register(LAYOUT, [frozen_objects], 'serve')", kvxfer.InvalidArgument, "pointers"),
+    ("endpoint.register(LAYOUT, [memoryview(frozen_objects)], 'serve')", kvxfer.InvalidArgument, "Python objects"),
+    ("endpoint.register(LAYOUT, [np.zeros(16, [('no', 'i4'), ('yes', 'O')])], 'both')", kvxfer.InvalidArgument, "Python objects"),
+    ("endpoint.register(LAYOUT, [memoryview(np.zeros(16, [('no', 'i4'), ('yes', 'O')]))], 'both')", kvxfer.InvalidArgument, "Python objects"),
+    ("endpoint.register(LAYOUT, [Broken({'data': (4096, False), 'shape': (16,), 'typestr': '|O'})], 'both')", kvxfer.InvalidArgument, "Python objects"),
+    ("kvxfer.layout_of([group], [kvxfer.TensorPlane(frozen_objects, ('block',))])", kvxfer.InvalidArgument, "Python objects"),
     ("endpoint.register(LAYOUT, [(0, 128)], 'both')", kvxfer.InvalidArgument, "null"),
     ("endpoint.register(LAYOUT, [(4096, 0)], 'both')", kvxfer.InvalidArgument, "zero"),
     ("endpoint.register(LAYOUT, [(2**64 - 16, 128)], 'both')", kvxfer.InvalidArgument, "overflows"),
@@ -183,6 +197,9 @@ CASES = [
     ("endpoint.offer('k', pool, readers=0)", kvxfer.InvalidArgument, ""),
     ("endpoint.offer('k', pool, readers=70000)", kvxfer.InvalidArgument, "70000"),
     ("endpoint.offer('k', pool, deadline=-1.0)", kvxfer.InvalidArgument, "negative"),
+    ("endpoint.offer('k', pool, deadline=10**400)", kvxfer.InvalidArgument, "more seconds"),
+    ("endpoint.offer('k', pool, deadline=False)", TypeError, "seconds, not bool"),
+    ("offer.wait(10**400)", kvxfer.InvalidArgument, "more seconds"),
     ("endpoint.offer('k', pool, priority=256)", kvxfer.InvalidArgument, "256"),
     ("endpoint.offer('k', pool, checksum='yes')", TypeError, "checksum"),
     ("endpoint.offer('k', pool, events=-1)", kvxfer.InvalidArgument, "-1"),
@@ -309,6 +326,7 @@ def test_the_exceptions_are_those_of_rust():
         "InvalidArgument": ValueError,
         "OutOfBounds": IndexError,
         "DeadlineExceeded": TimeoutError,
+        "WaitTimeout": kvxfer.DeadlineExceeded,
         "Unreachable": ConnectionError,
         "PeerLost": ConnectionError,
     }

@@ -133,3 +133,99 @@ def test_nobody_there(endpoint):
     claim = here.claim("r", pool, ["127.0.0.1:1"], deadline=0.3)
     with pytest.raises((kvxfer.Unclaimed, kvxfer.Unreachable)):
         claim.wait(WAIT)
+
+
+@pytest.fixture
+def held(worker, endpoint):
+    """An endpoint whose close takes more than a second: it pushes more than sockets hold to a peer that is stopped."""
+    granter = worker("granter", 16384)
+    grant = kvxfer.Grant.from_bytes(bytes.fromhex(granter.says()))
+    here = endpoint("here", config={"deadlines": {"liveness_ms": 60_000, "heartbeat_ms": 100}})
+    pool = here.allocate(kvxfer.Layout.opaque(BLOCK, 16384), "serve")
+    here.connect(grant.address)
+    os.kill(granter.pid, signal.SIGSTOP)
+    push = here.push(pool, (0, 16384, range(16384)), grant)
+    # Nothing tells that the sockets are full.
+    until(lambda: push.waiting_on()[1] > 1, "the push is held up")
+    yield here, pool, push
+    granter.kill()
+
+
+class Rang(Exception):
+    pass
+
+
+@pytest.fixture
+def alarm():
+    """Calls something, and a signal whose handler raises, as that of Ctrl-C does, comes meanwhile."""
+
+    def ring(*_):
+        raise Rang
+
+    before = signal.signal(signal.SIGALRM, ring)
+
+    def interrupt(call):
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        began = time.monotonic()
+        with pytest.raises(Rang):
+            call()
+        assert time.monotonic() - began < WAIT / 2
+
+    yield interrupt
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_a_signal_interrupts_closing_which_goes_on(held, alarm):
+    here, _, push = held
+    alarm(lambda: here.close(2 * WAIT))
+    assert not here.closed
+    # The second call waits for the first.
+    here.close(WAIT)
+    assert here.closed and push.done()
+
+
+def test_a_signal_interrupts_connecting(endpoint, alarm):
+    here = endpoint("here")
+    # Reserved for documentation: nobody answers.
+    alarm(lambda: here.connect("192.0.2.1:9", timeout=2 * WAIT))
+
+
+def test_connecting_waits_for_a_peer_that_answers_late(endpoint):
+    here, there = endpoint("here"), endpoint("there")
+    with pytest.raises(kvxfer.Unreachable, match="within 0.25 s"):
+        here.connect("192.0.2.1:9", timeout=0.25)
+    here.connect(there.address, timeout=WAIT)
+    here.connect(there.address, timeout=0)
+    # What cannot be is said at once.
+    there.close()
+    here.close()
+    with pytest.raises(kvxfer.Closed):
+        here.connect(there.address, timeout=WAIT)
+
+
+def test_what_the_body_of_with_raised_comes_out_at_once(held):
+    here, pool, push = held
+    began = time.monotonic()
+    with pytest.raises(KeyError):
+        with pool:
+            raise KeyError
+    # Leaving the pool otherwise waits 5 s for the push, and is refused.
+    assert time.monotonic() - began < 4.5
+    assert not push.done() and pool.id == 0
+    with pytest.raises(KeyError):
+        with here:
+            raise KeyError
+    assert not here.closed
+    until(lambda: here.closed, "closing goes on")
+    assert push.done()
+
+
+def test_with_closes_when_its_body_raised(endpoint):
+    here = endpoint("here")
+    with pytest.raises(KeyError):
+        with here, here.allocate(kvxfer.Layout.opaque(16, 4), "both") as pool:
+            raise KeyError
+    until(lambda: here.closed, "the endpoint is closed")
+    with pytest.raises(kvxfer.Closed):
+        pool.id

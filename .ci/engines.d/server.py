@@ -162,7 +162,7 @@ class Connector:
 
 
 def kvxfer(policy="fail", **extra):
-    return Connector("KvxferConnector", "kvxfer.vllm", policy, {"unclaimed_seconds": PATIENCE_S, **extra},
+    return Connector("KvxferConnector", "kvxfer.vllm", policy, {"unclaimed_seconds": PATIENCE_S, "unserved_seconds": PATIENCE_S, **extra},
                      {"KVXFER_DEADLINES_UNMATCHED_MS": str(1000 * PATIENCE_S), "KVXFER_DEADLINES_LIVENESS_MS": str(1000 * LIVENESS_S)})
 
 

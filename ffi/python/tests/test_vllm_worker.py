@@ -419,6 +419,21 @@ def test_what_nobody_claims_is_given_up_and_only_then(ranks, caplog):
     prefill.until(lambda rank: rank.sent == ["p", "q"])
 
 
+def test_what_its_claim_has_no_blocks_for_is_given_up_in_the_end(ranks, caplog):
+    prefill, decode = ranks("serve", unclaimed_seconds=1, unserved_seconds=2), ranks("receive")
+    prefill.offer("p", 0, 32, [3], finish=32)
+    decode.claim("d", [prefill], key="p")
+    prefill.until(lambda rank: rank.worker._offers["p"].matched)
+    began = time.monotonic()
+    prefill.step(offer_ends=[OfferEnd("p", "p", cancel=False, report=True)])
+    prefill.until(lambda rank: rank.sent)
+    assert time.monotonic() - began >= 2 and prefill.counted["offers_unclaimed"] == 1
+    assert "unserved_seconds" in caplog.text
+    decode.fill("d", 0, 32, [0])
+    decode.until(lambda rank: rank.received)
+    assert decode.failed == ["d"]
+
+
 def test_time_in_which_the_worker_stood_still_does_not_count(ranks):
     prefill = ranks("serve", unclaimed_seconds=3)
     prefill.offer("p", 0, 32, [3], finish=32)

@@ -36,6 +36,9 @@ class Settings:
     #: Seconds that a computed prompt waits to be claimed, by each reader and rank that is to come. Time before the last
     #: token is computed does not count.
     unclaimed_seconds: int = 120
+    #: Seconds until a computed prompt is given up although it is claimed: decode may have no blocks for it, and wait for
+    #: another prompt that these blocks are in the way of.
+    unserved_seconds: int = 300
     #: Longest life of an offer, in seconds, from its first chunk on.
     hold_seconds: int = 3600
     #: ``auto``: packed where vLLM's kernels permute inside a block (CPU), described by geometry elsewhere.
@@ -145,6 +148,7 @@ _CHECKS = {
     "preemption": _one_of("restart", "retract"),
     "preemption_wait_ms": _whole(1, 60_000),
     "unclaimed_seconds": _whole(1, 604_800),
+    "unserved_seconds": _whole(1, 604_800),
     "hold_seconds": _whole(1, 604_800),
     "block_order": _one_of("auto", "packed", "declared"),
     "address_file": _text,

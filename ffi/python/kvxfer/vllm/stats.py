@@ -16,7 +16,7 @@ COUNTERS: dict[str, str] = {
     "offers_opened": "Offers opened (prefill, per rank).",
     "offers_released": "Offers whose readers were all served (prefill, per rank).",
     "offers_failed": "Offers that ended otherwise: unclaimed, cancelled, retracted, peer lost (prefill, per rank).",
-    "offers_unclaimed": "Of these, offers that waited for a claim for unclaimed_seconds (prefill, per rank).",
+    "offers_unclaimed": "Of these, offers that waited unclaimed_seconds for a claim, or unserved_seconds for its end (prefill, per rank).",
     "offers_declined": "Offers released because their reader needed nothing (prefill, per rank).",
     "parts_released": "Parts released to readers (prefill, per rank).",
     "parts_before_finish": "Parts released before prefill had computed the last token (prefill, per rank).",

@@ -84,6 +84,8 @@ class OpenOffer:
     forgotten: bool = False
     #: When it is given up if nobody has claimed it: set once its prompt is computed.
     unclaimed_at: float | None = None
+    #: When it is given up whoever is at it: set with that.
+    unserved_at: float = 0.0
     #: Layers released in the current step, as far as they went one by one.
     layers_out: int = 0
 
@@ -356,11 +358,14 @@ class Worker:
                 self.counters.add("aborts_in_flight")
             offer.handle.cancel()
         elif not offer.ended:
+            offer.unserved_at = self._stepped + self.settings.unserved_seconds
             self._await_claims(end.request_id, offer)
         self._settle_offer(end.request_id, offer)
 
     def _await_claims(self, request_id: str, offer: OpenOffer) -> None:
-        offer.unclaimed_at = self._stepped + self.settings.unclaimed_seconds
+        # A claim without blocks holds ours, which its blocks may depend on: two small caches could wait for each other.
+        offer.unclaimed_at = min(self._stepped + self.settings.unclaimed_seconds, offer.unserved_at)
+        self._unclaimed.pop(request_id, None)
         self._unclaimed[request_id] = offer
 
     def _give_up_unclaimed(self) -> None:
@@ -371,20 +376,22 @@ class Worker:
             elif offer.unclaimed_at is not None and now >= offer.unclaimed_at:
                 del self._unclaimed[request_id]
                 waits = offer.handle.waiting_on()
-                if waits is None or waits[0] != "claim":
+                claimed = waits is None or waits[0] != "claim"
+                if claimed and now < offer.unserved_at:
                     # Somebody is at it. Not all need have come: several readers, or several ranks of one.
                     self._await_claims(request_id, offer)
                     continue
                 self.counters.add("offers_unclaimed")
+                what, name = ("the end of its claim", "unserved") if claimed else ("a claim", "unclaimed")
                 logger.warning(
-                    "kvxfer: %s: its KV waited for a claim for %d s (unclaimed_seconds) after it was computed: its "
-                    "blocks are freed; check that decode was given its transfer_id and this server's addresses",
+                    "kvxfer: %s: its KV waited for %s for %d s (%s_seconds) after it was computed: its blocks are "
+                    "freed; check that decode has free blocks, its transfer_id and this server's addresses",
                     request_id,
-                    self.settings.unclaimed_seconds,
+                    what,
+                    getattr(self.settings, f"{name}_seconds"),
+                    name,
                 )
                 offer.handle.cancel()
-            else:
-                break  # In the order of their times.
 
     def _offer_ended(self, request_id: str, offer: OpenOffer) -> None:
         offer.ended = True

@@ -67,7 +67,7 @@ class Server:
             VLLM_CPU_KVCACHE_SPACE="1", VLLM_CPU_OMP_THREADS_BIND="nobind", OMP_NUM_THREADS="1", PYTHONHASHSEED="0",
             HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1", VLLM_NO_USAGE_STATS="1", DO_NOT_TRACK="1",
             VLLM_HOST_IP="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1", VLLM_NIXL_SIDE_CHANNEL_PORT=str(self.side_port),
-            UCX_TLS="tcp,cma,posix,sysv,self", PYTHONPATH=str(SITE))
+            UCX_TLS="tcp,cma,posix,sysv,self", PYTHONPATH=f"{SITE}:{pathlib.Path(__file__).parent / 'calm'}")
         return {**setup.clean(), **ours, **self.connector.variables}
 
     def wait_ready(self):

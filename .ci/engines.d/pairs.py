@@ -25,7 +25,8 @@ def make(name, logs):
         # Room for 1,504 tokens, of requests of up to 1,024. Each prefill advances by 64 tokens a step, so that several are under way at
         # once: each fits when it is admitted, and not all of them do when they have grown.
         tight = ["--max-model-len", 1024, "--num-gpu-blocks-override", 48, "--max-num-batched-tokens", 256, "--long-prefill-token-threshold", 64]
-        return pair(logs, server.kvxfer("recompute"), flags + whole + tight)
+        # With both requests at once these caches wait for each other now and then: that ends soon.
+        return pair(logs, server.kvxfer("recompute", unserved_seconds=5), flags + whole + tight)
     tensor = {"tp-2-1": (2, 1), "tp-1-2": (1, 2)}[name]
     return pair(logs, server.kvxfer("fail"), flags + long + whole, tensor)
 

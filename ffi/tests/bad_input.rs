@@ -1,6 +1,6 @@
 //! Texts, lengths, structs and values that cannot be: each is a status and a message, and nothing else happens.
-#![allow(clippy::undocumented_unsafe_blocks)] // pointers to locals of the tests, everywhere
 
+#[macro_use]
 mod support;
 
 use std::ffi::{CString, c_char};
@@ -16,7 +16,7 @@ fn texts_that_are_none() {
     let long = CString::new("x".repeat(5000)).unwrap();
     let very_long = CString::new("#".repeat((1 << 20) + 1)).unwrap();
     let not_utf8 = c"name\xff".as_ptr();
-    unsafe {
+    c! {
         refused(
             kvx_config_from_toml(null(), &mut made),
             KVX_ERR_INVALID_ARGUMENT,
@@ -87,7 +87,7 @@ fn texts_that_are_none() {
     ok(kvx_config_free(made));
 
     let (layout, mut index) = (opaque(), 0);
-    unsafe {
+    c! {
         refused(
             kvx_layout_layer_index(layout, null(), &mut index),
             KVX_ERR_INVALID_ARGUMENT,
@@ -116,12 +116,12 @@ fn keys_and_bytes_that_are_none() {
     let mut made = 7;
     let key = [b'k'; 300];
     let mut offer = |key: *const u8, length, says: &str| {
-        let status = unsafe { kvx_offer_open(pair.prefill, key.cast(), length, pair.source, null(), &mut made) };
+        let status = c! { kvx_offer_open(pair.prefill, key.cast(), length, pair.source, null(), &mut made) };
         refused(status, KVX_ERR_INVALID_ARGUMENT, says);
         assert_eq!(made, 0);
         let sources = &raw const pair.address;
         let (endpoint, pool) = (pair.decode, pair.destination);
-        let status = unsafe { kvx_claim_open(endpoint, key.cast(), length, pool, sources, 1, null(), &mut made) };
+        let status = c! { kvx_claim_open(endpoint, key.cast(), length, pool, sources, 1, null(), &mut made) };
         refused(status, KVX_ERR_INVALID_ARGUMENT, says);
     };
     offer(null(), 3, "a key: the pointer is null");
@@ -130,7 +130,7 @@ fn keys_and_bytes_that_are_none() {
     offer(key.as_ptr(), usize::MAX, "at most 256");
     offer(key.as_ptr(), isize::MAX as usize, "at most 256");
     // A key need not be text.
-    let status = unsafe {
+    let status = c! {
         kvx_offer_open(
             pair.prefill,
             [0xffu8, 0].as_ptr().cast(),
@@ -143,7 +143,7 @@ fn keys_and_bytes_that_are_none() {
     ok(status);
     ok(kvx_handle_free(made));
 
-    unsafe {
+    c! {
         let bytes = key.as_ptr().cast();
         let copy = |length, bytes| kvx_pool_copy_in(pair.source, 0, 0, 0, bytes, length);
         refused(copy(4, null()), KVX_ERR_INVALID_ARGUMENT, "null");
@@ -215,7 +215,7 @@ fn places_to_write_to_that_are_none() {
     let pair = pair();
     let offer = pair.offer("outputs");
     let null_says = |status: i32| refused(status, KVX_ERR_INVALID_ARGUMENT, "null");
-    unsafe {
+    c! {
         null_says(kvx_config_create(null_mut()));
         null_says(kvx_endpoint_create(0, null_mut()));
         null_says(kvx_endpoint_address(pair.prefill, null_mut()));
@@ -264,19 +264,21 @@ fn structs_of_an_unknown_size() {
     struct Later<T>(T, [u64; 8]);
     let known = size_of::<kvx_offer_options>() as u32;
     let mut options = Later(sized::<kvx_offer_options>(), [0; 8]);
-    let mut open = |options: &Later<kvx_offer_options>| unsafe {
-        let status = kvx_offer_open(
-            pair.prefill,
-            c"s".as_ptr().cast(),
-            1,
-            pair.source,
-            &options.0,
-            &mut made,
-        );
-        if status == KVX_OK {
-            ok(kvx_handle_free(made));
+    let mut open = |options: &Later<kvx_offer_options>| {
+        c! {
+            let status = kvx_offer_open(
+                pair.prefill,
+                c"s".as_ptr().cast(),
+                1,
+                pair.source,
+                &options.0,
+                &mut made,
+            );
+            if status == KVX_OK {
+                ok(kvx_handle_free(made));
+            }
+            status
         }
-        status
     };
     ok(open(&options));
     for size in [0, 1, 4, known - 8, known - 1, known + 5000, u32::MAX] {
@@ -297,23 +299,23 @@ fn structs_of_an_unknown_size() {
     let mut result: kvx_result = sized();
     result.struct_size = 3;
     refused(
-        unsafe { kvx_handle_poll(offer, &mut result) },
+        c! { kvx_handle_poll(offer, &mut result) },
         KVX_ERR_INVALID_ARGUMENT,
         "kvx_result of 3 bytes",
     );
     let mut later = Later(sized::<kvx_result>(), [u64::MAX; 8]);
     later.0.struct_size += 64;
-    assert_eq!(unsafe { kvx_handle_poll(offer, &mut later.0) }, KVX_PENDING);
+    assert_eq!(c! { kvx_handle_poll(offer, &mut later.0) }, KVX_PENDING);
     assert_eq!(
         (later.0.status, later.1, later.0.struct_size),
         (KVX_PENDING, [0; 8], size_of::<kvx_result>() as u32 + 64)
     );
     let mut event: kvx_event = sized();
     for size in [0, 8, size_of::<kvx_event>() - 1, usize::MAX] {
-        let drained = unsafe { kvx_events_drain(pair.prefill, &mut event, size, 1, &mut 0) };
+        let drained = c! { kvx_events_drain(pair.prefill, &mut event, size, 1, &mut 0) };
         refused(drained, KVX_ERR_INVALID_ARGUMENT, "kvx_event");
     }
-    let overflow = unsafe { kvx_events_drain(pair.prefill, &mut event, size_of::<kvx_event>(), usize::MAX, &mut 0) };
+    let overflow = c! { kvx_events_drain(pair.prefill, &mut event, size_of::<kvx_event>(), usize::MAX, &mut 0) };
     refused(overflow, KVX_ERR_INVALID_ARGUMENT, "address space");
     ok(kvx_handle_free(offer));
 }
@@ -327,7 +329,7 @@ fn values_and_lengths_that_cannot_be() {
     let mut open = |change: &dyn Fn(&mut kvx_offer_options), says: &str| {
         options = sized();
         change(&mut options);
-        let status = unsafe { kvx_offer_open(pair.prefill, c"v".as_ptr().cast(), 1, pair.source, &options, &mut made) };
+        let status = c! { kvx_offer_open(pair.prefill, c"v".as_ptr().cast(), 1, pair.source, &options, &mut made) };
         refused(status, KVX_ERR_INVALID_ARGUMENT, says);
     };
     open(&|options| options.readers = 1 << 16, "readers = 65536");
@@ -338,18 +340,18 @@ fn values_and_lengths_that_cannot_be() {
     let mut selection = blocks(0, &one);
     for count in [usize::MAX, usize::MAX / 4, isize::MAX as usize / 2] {
         selection.block_count = count;
-        let appended = unsafe { kvx_offer_append(offer, &selection, 1) };
+        let appended = c! { kvx_offer_append(offer, &selection, 1) };
         refused(appended, KVX_ERR_INVALID_ARGUMENT, "address space");
         refused(
-            unsafe { kvx_claim_fill(claim, &selection, 1) },
+            c! { kvx_claim_fill(claim, &selection, 1) },
             KVX_ERR_INVALID_ARGUMENT,
             "address space",
         );
-        let retracted = unsafe { kvx_offer_retract(offer, one.as_ptr(), count) };
+        let retracted = c! { kvx_offer_retract(offer, one.as_ptr(), count) };
         refused(retracted, KVX_ERR_INVALID_ARGUMENT, "address space");
     }
     selection = blocks(0, &one);
-    unsafe {
+    c! {
         refused(
             kvx_offer_append(offer, &selection, usize::MAX),
             KVX_ERR_INVALID_ARGUMENT,

@@ -1,6 +1,6 @@
 //! Errors, settings, addresses, peers, layouts and pools: every function, used as it is meant to be.
-#![allow(clippy::undocumented_unsafe_blocks)] // pointers to locals of the tests, everywhere
 
+#[macro_use]
 mod support;
 
 use std::ffi::{CStr, c_void};
@@ -14,7 +14,7 @@ use support::*;
 #[test]
 fn versions() {
     assert_eq!(kvx_abi_version(), 1);
-    let version = unsafe { CStr::from_ptr(kvx_version_string()) };
+    let version = c! { CStr::from_ptr(kvx_version_string()) };
     assert_eq!(version.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
 }
 
@@ -22,19 +22,19 @@ fn versions() {
 fn errors_are_kept_per_thread() {
     let mut numbers: kvx_error = sized();
     kvx_clear_last_error();
-    ok(unsafe { kvx_last_error(&mut numbers) });
+    ok(c! { kvx_last_error(&mut numbers) });
     assert_eq!((numbers.status, last_error().as_str()), (KVX_OK, ""));
     refused(
         kvx_config_free(7),
         KVX_ERR_INVALID_ARGUMENT,
         "no handle looks like that",
     );
-    ok(unsafe { kvx_last_error(&mut numbers) });
+    ok(c! { kvx_last_error(&mut numbers) });
     assert_eq!((numbers.status, numbers.retryable), (KVX_ERR_INVALID_ARGUMENT, 0));
     std::thread::spawn(|| assert_eq!(last_error(), "")).join().unwrap();
     // As snprintf: the whole length, and as much as fits.
     let mut short = [b'x'; 5];
-    let length = unsafe { kvx_last_error_message(short.as_mut_ptr().cast(), short.len()) };
+    let length = c! { kvx_last_error_message(short.as_mut_ptr().cast(), short.len()) };
     assert_eq!(length as usize, last_error().len());
     assert_eq!(&short, b"Inva\0");
 }
@@ -42,7 +42,7 @@ fn errors_are_kept_per_thread() {
 #[test]
 fn configs() {
     let mut config = 0;
-    unsafe {
+    c! {
         ok(kvx_config_create(&mut config));
         ok(kvx_config_set(config, c"listen".as_ptr(), c"127.0.0.1:0".as_ptr()));
         ok(kvx_config_set(config, c"transports".as_ptr(), c"tcp".as_ptr()));
@@ -53,9 +53,9 @@ fn configs() {
         ));
     }
     refused(kvx_config_check(config), KVX_ERR_INVALID_ARGUMENT, "heartbeat");
-    ok(unsafe { kvx_config_set(config, c"deadlines.heartbeat_ms".as_ptr(), c"100".as_ptr()) });
+    ok(c! { kvx_config_set(config, c"deadlines.heartbeat_ms".as_ptr(), c"100".as_ptr()) });
     ok(kvx_config_check(config));
-    let unknown = unsafe { kvx_config_set(config, c"deadlines.livenes_ms".as_ptr(), c"1".as_ptr()) };
+    let unknown = c! { kvx_config_set(config, c"deadlines.livenes_ms".as_ptr(), c"1".as_ptr()) };
     refused(unknown, KVX_ERR_INVALID_ARGUMENT, "deadlines.liveness_ms");
     ok(kvx_config_set_rank(config, 1, 4, 0, 2));
     refused(
@@ -64,10 +64,10 @@ fn configs() {
         "tensor rank 4 of 4",
     );
     let mut endpoint = 0;
-    ok(unsafe { kvx_endpoint_create(config, &mut endpoint) });
+    ok(c! { kvx_endpoint_create(config, &mut endpoint) });
     ok(kvx_config_free(config));
     let (own, mut info) = (address(endpoint), sized::<kvx_address_info>());
-    ok(unsafe { kvx_address_describe(own, &mut info) });
+    ok(c! { kvx_address_describe(own, &mut info) });
     assert_eq!((info.tensor_rank, info.tensor_size, info.pipeline_size), (1, 4, 2));
     ok(kvx_address_free(own));
     ok(kvx_endpoint_destroy(endpoint, LONG_MS));
@@ -75,31 +75,31 @@ fn configs() {
     let path = std::env::temp_dir().join(format!("kvxfer-ffi-{}.toml", std::process::id()));
     std::fs::write(&path, "name = \"from-a-file\"\ntransports = [\"tcp\"]\n").unwrap();
     let name = std::ffi::CString::new(path.to_str().unwrap()).unwrap();
-    ok(unsafe { kvx_config_load(name.as_ptr(), &mut config) });
+    ok(c! { kvx_config_load(name.as_ptr(), &mut config) });
     std::fs::remove_file(&path).unwrap();
-    ok(unsafe { kvx_endpoint_create(config, &mut endpoint) });
+    ok(c! { kvx_endpoint_create(config, &mut endpoint) });
     assert_eq!(
-        text(|to, size| unsafe { kvx_endpoint_name(endpoint, to, size) }),
+        text(|to, size| c! { kvx_endpoint_name(endpoint, to, size) }),
         "from-a-file"
     );
     ok(kvx_endpoint_destroy(endpoint, LONG_MS));
     ok(kvx_config_free(config));
-    let gone = unsafe { kvx_config_load(name.as_ptr(), &mut config) };
+    let gone = c! { kvx_config_load(name.as_ptr(), &mut config) };
     refused(gone, KVX_ERR_INVALID_ARGUMENT, "cannot be read");
     assert_eq!(config, 0);
-    assert!(text(|to, size| unsafe { kvx_config_reference(to, size) }).contains("KVXFER_LIMITS_SLOTS_MAX"));
+    assert!(text(|to, size| c! { kvx_config_reference(to, size) }).contains("KVXFER_LIMITS_SLOTS_MAX"));
 }
 
 #[test]
 fn addresses() {
     let endpoint = endpoint(c"addressed");
     let own = address(endpoint);
-    let published = text(|to, size| unsafe { kvx_address_text(own, to, size) });
+    let published = text(|to, size| c! { kvx_address_text(own, to, size) });
     let mut bytes = [0u8; 80];
-    let length = unsafe { kvx_address_bytes(own, bytes.as_mut_ptr().cast(), bytes.len()) };
+    let length = c! { kvx_address_bytes(own, bytes.as_mut_ptr().cast(), bytes.len()) };
     let (mut parsed, mut unpacked) = (0, 0);
     let c_text = std::ffi::CString::new(published.clone()).unwrap();
-    unsafe {
+    c! {
         ok(kvx_address_parse(c_text.as_ptr(), &mut parsed));
         ok(kvx_address_from_bytes(
             bytes.as_ptr().cast(),
@@ -108,17 +108,14 @@ fn addresses() {
         ));
     }
     for address in [parsed, unpacked] {
-        assert_eq!(
-            text(|to, size| unsafe { kvx_address_text(address, to, size) }),
-            published
-        );
+        assert_eq!(text(|to, size| c! { kvx_address_text(address, to, size) }), published);
         let (mut info, mut incarnation) = (sized::<kvx_address_info>(), kvx_id128::default());
-        ok(unsafe { kvx_address_describe(address, &mut info) });
-        ok(unsafe { kvx_endpoint_incarnation(endpoint, &mut incarnation) });
+        ok(c! { kvx_address_describe(address, &mut info) });
+        ok(c! { kvx_endpoint_incarnation(endpoint, &mut incarnation) });
         assert_eq!((info.incarnation, info.sockets), (incarnation, 1));
         ok(kvx_address_free(address));
     }
-    let garbage = unsafe { kvx_address_parse(c"nowhere".as_ptr(), &mut parsed) };
+    let garbage = c! { kvx_address_parse(c"nowhere".as_ptr(), &mut parsed) };
     refused(garbage, KVX_ERR_INVALID_ARGUMENT, "nowhere");
     ok(kvx_address_free(own));
     ok(kvx_endpoint_destroy(endpoint, LONG_MS));
@@ -129,20 +126,18 @@ fn peers_are_connected_explained_and_counted() {
     let pair = pair();
     ok(kvx_endpoint_connect(pair.decode, pair.address, LONG_MS));
     let (mut peers, mut count) = ([sized::<kvx_peer>(); 2], 0);
-    ok(unsafe { kvx_endpoint_peers(pair.decode, peers.as_mut_ptr(), size_of::<kvx_peer>(), 2, &mut count) });
+    ok(c! { kvx_endpoint_peers(pair.decode, peers.as_mut_ptr(), size_of::<kvx_peer>(), 2, &mut count) });
     assert_eq!((count, peers[0].state), (1, KVX_PEER_READY));
-    let field = |text: &[std::ffi::c_char]| unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().to_owned();
+    let field = |text: &[std::ffi::c_char]| c! { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap().to_owned();
     assert_eq!(
         (field(&peers[0].name), field(&peers[0].transport)),
         ("prefill-0".into(), "tcp".into())
     );
-    assert!(
-        text(|to, size| unsafe { kvx_endpoint_explain(pair.decode, pair.address, to, size) }).contains("path: tcp")
-    );
-    assert!(text(|to, size| unsafe { kvx_endpoint_metrics(pair.decode, to, size) }).contains("kvxfer_"));
+    assert!(text(|to, size| c! { kvx_endpoint_explain(pair.decode, pair.address, to, size) }).contains("path: tcp"));
+    assert!(text(|to, size| c! { kvx_endpoint_metrics(pair.decode, to, size) }).contains("kvxfer_"));
     // Nobody listens there.
     let (mut nobody, began) = (0, std::time::Instant::now());
-    ok(unsafe { kvx_address_parse(c"127.0.0.1:1".as_ptr(), &mut nobody) });
+    ok(c! { kvx_address_parse(c"127.0.0.1:1".as_ptr(), &mut nobody) });
     refused(
         kvx_endpoint_connect(pair.decode, nobody, 50),
         KVX_ERR_UNREACHABLE,
@@ -177,14 +172,14 @@ fn layouts() {
     (spec.planes, spec.plane_count) = (planes.as_ptr(), 3);
     let lengths = [0u64, 4096];
     (spec.region_lengths, spec.region_count) = (lengths.as_ptr(), 2);
-    ok(unsafe { kvx_layout_create(&spec, &mut layout) });
+    ok(c! { kvx_layout_create(&spec, &mut layout) });
 
     let mut info: kvx_layout_info = sized();
-    ok(unsafe { kvx_layout_describe(layout, &mut info) });
+    ok(c! { kvx_layout_describe(layout, &mut info) });
     assert_eq!((info.groups, info.planes, info.layers, info.regions), (2, 3, 2, 2));
     assert_ne!(info.geometry_hash, 0);
     let (mut index, mut length, mut plane) = (9, 0, sized::<kvx_plane_info>());
-    unsafe {
+    c! {
         ok(kvx_layout_layer_index(layout, c"b".as_ptr(), &mut index));
         ok(kvx_layout_region_length(layout, 0, &mut length));
         ok(kvx_layout_plane(layout, 2, &mut plane));
@@ -195,30 +190,27 @@ fn layouts() {
         (plane.kind, plane.layer, plane.stride, plane.block_length),
         (KVX_PLANE_STATE, 1, 128, 100)
     );
-    ok(unsafe { kvx_layout_region_length(layout, 1, &mut length) });
+    ok(c! { kvx_layout_region_length(layout, 1, &mut length) });
     assert_eq!(length, 4096);
-    assert_eq!(
-        text(|to, size| unsafe { kvx_layout_layer_name(layout, 0, to, size) }),
-        "a"
-    );
+    assert_eq!(text(|to, size| c! { kvx_layout_layer_name(layout, 0, to, size) }), "a");
     let (buffer, none) = (std::ptr::null_mut(), 0);
     refused(
-        unsafe { kvx_layout_layer_name(layout, 2, buffer, none) },
+        c! { kvx_layout_layer_name(layout, 2, buffer, none) },
         KVX_ERR_OUT_OF_BOUNDS,
         "layer 2",
     );
     refused(
-        unsafe { kvx_layout_layer_index(layout, c"c".as_ptr(), &mut index) },
+        c! { kvx_layout_layer_index(layout, c"c".as_ptr(), &mut index) },
         KVX_ERR_OUT_OF_BOUNDS,
         "\"c\"",
     );
     refused(
-        unsafe { kvx_layout_region_length(layout, 2, &mut length) },
+        c! { kvx_layout_region_length(layout, 2, &mut length) },
         KVX_ERR_OUT_OF_BOUNDS,
         "region 2",
     );
     refused(
-        unsafe { kvx_layout_plane(layout, 3, &mut plane) },
+        c! { kvx_layout_plane(layout, 3, &mut plane) },
         KVX_ERR_OUT_OF_BOUNDS,
         "plane 3",
     );
@@ -231,7 +223,7 @@ fn layouts() {
         let mut changed = spec;
         (changed.groups, changed.planes) = (changed_groups.as_ptr(), changed_planes.as_ptr());
         refused(
-            unsafe { kvx_layout_create(&changed, &mut layout) },
+            c! { kvx_layout_create(&changed, &mut layout) },
             KVX_ERR_INVALID_ARGUMENT,
             says,
         );
@@ -251,8 +243,8 @@ fn layouts() {
     // Packed, latent and shared ones.
     (planes[0].order_count, planes[0].order[0]) = (1, KVX_AXIS_PACKED);
     (spec.planes, spec.shared_blocks) = (planes.as_ptr(), 1);
-    ok(unsafe { kvx_layout_create(&spec, &mut layout) });
-    ok(unsafe { kvx_layout_describe(layout, &mut info) });
+    ok(c! { kvx_layout_create(&spec, &mut layout) });
+    ok(c! { kvx_layout_describe(layout, &mut info) });
     assert_eq!(info.shared_blocks, 1);
     ok(kvx_layout_free(layout));
     (groups[0].kind, groups[0].kv_heads, groups[0].sharding) = (KVX_GROUP_LATENT, 0, KVX_SHARDING_NONE);
@@ -261,7 +253,7 @@ fn layouts() {
     let mut latent = sized::<kvx_plane_spec>();
     (latent.kind, latent.layer) = (KVX_PLANE_LATENT, c"a".as_ptr());
     (spec.planes, spec.plane_count, spec.group_count, spec.region_count) = (&latent, 1, 1, 0);
-    ok(unsafe { kvx_layout_create(&spec, &mut layout) });
+    ok(c! { kvx_layout_create(&spec, &mut layout) });
     ok(kvx_layout_free(layout));
 }
 
@@ -278,31 +270,28 @@ fn presets() {
         KVX_ARRANGEMENT_PER_HEAD,
     ] {
         spec.arrangement = arrangement;
-        ok(unsafe { kvx_layout_preset(&spec, &mut layout) });
-        ok(unsafe { kvx_layout_describe(layout, &mut info) });
+        ok(c! { kvx_layout_preset(&spec, &mut layout) });
+        ok(c! { kvx_layout_describe(layout, &mut info) });
         assert_eq!(info.layers, 80);
         ok(kvx_layout_free(layout));
     }
     (spec.first_layer, spec.layer_end) = (40, 80);
-    ok(unsafe { kvx_layout_preset(&spec, &mut layout) });
-    ok(unsafe { kvx_layout_describe(layout, &mut info) });
+    ok(c! { kvx_layout_preset(&spec, &mut layout) });
+    ok(c! { kvx_layout_describe(layout, &mut info) });
     assert_eq!(info.layers, 40);
-    assert_eq!(
-        text(|to, size| unsafe { kvx_layout_layer_name(layout, 0, to, size) }),
-        "40"
-    );
+    assert_eq!(text(|to, size| c! { kvx_layout_layer_name(layout, 0, to, size) }), "40");
     ok(kvx_layout_free(layout));
 
     spec.model = c"gpt-9".as_ptr();
     refused(
-        unsafe { kvx_layout_preset(&spec, &mut layout) },
+        c! { kvx_layout_preset(&spec, &mut layout) },
         KVX_ERR_INVALID_ARGUMENT,
         "llama-3.1-70b",
     );
     spec.arrangement = 4;
     spec.model = c"llama-3.1-70b".as_ptr();
     refused(
-        unsafe { kvx_layout_preset(&spec, &mut layout) },
+        c! { kvx_layout_preset(&spec, &mut layout) },
         KVX_ERR_INVALID_ARGUMENT,
         "arrangement = 4",
     );
@@ -312,11 +301,11 @@ fn presets() {
         layers = [{ first = 0, end = 2 }]\nkv_heads = 4\nhead_size = 8\n";
     (spec.models_toml, spec.model, spec.arrangement) = (own.as_ptr(), c"mine".as_ptr(), KVX_ARRANGEMENT_FUSED);
     (spec.first_layer, spec.layer_end, spec.tensor_size) = (0, 0, 0);
-    ok(unsafe { kvx_layout_preset(&spec, &mut layout) });
+    ok(c! { kvx_layout_preset(&spec, &mut layout) });
     ok(kvx_layout_free(layout));
     spec.model = c"yours".as_ptr();
     refused(
-        unsafe { kvx_layout_preset(&spec, &mut layout) },
+        c! { kvx_layout_preset(&spec, &mut layout) },
         KVX_ERR_INVALID_ARGUMENT,
         "mine",
     );
@@ -327,7 +316,7 @@ static RELEASED: AtomicUsize = AtomicUsize::new(0);
 static CALLED_INSIDE: AtomicUsize = AtomicUsize::new(0);
 
 unsafe extern "C" fn released(data: *mut c_void) {
-    drop(unsafe { Box::from_raw(data.cast::<Vec<u8>>()) });
+    drop(c! { Box::from_raw(data.cast::<Vec<u8>>()) });
     // Calls from inside are turned away instead of waiting for a lock that is held.
     if kvx_config_free(1) == KVX_ERR_UNSUPPORTED {
         CALLED_INSIDE.fetch_add(1, Ordering::SeqCst);
@@ -341,12 +330,14 @@ fn memory_of_the_callers_is_given_back_once() {
     let length = (BLOCK_BYTES * BLOCKS) as usize;
     let memory = Box::into_raw(Box::new(vec![7u8; length]));
     let mut spec: kvx_region_spec = sized();
-    spec.address = unsafe { (*memory).as_mut_ptr().cast() };
+    spec.address = c! { (*memory).as_mut_ptr().cast() };
     (spec.length, spec.release_data) = (length as u64, memory.cast());
     spec.release = Some(released);
     let mut pool = 0;
-    let register = |spec: &kvx_region_spec, count, role, pool: &mut u64| unsafe {
-        kvx_pool_register(endpoint, layout, spec, count, role, pool)
+    let register = |spec: &kvx_region_spec, count, role, pool: &mut u64| {
+        c! {
+            kvx_pool_register(endpoint, layout, spec, count, role, pool)
+        }
     };
     // What is refused is not kept, and not given back.
     for (change, status, says) in [
@@ -379,10 +370,10 @@ fn memory_of_the_callers_is_given_back_once() {
 
     ok(register(&spec, 1, KVX_ROLE_SERVE, &mut pool));
     let mut byte = 0u8;
-    ok(unsafe { kvx_pool_copy_out(pool, 0, BLOCKS - 1, BLOCK_BYTES - 1, (&raw mut byte).cast(), 1) });
+    ok(c! { kvx_pool_copy_out(pool, 0, BLOCKS - 1, BLOCK_BYTES - 1, (&raw mut byte).cast(), 1) });
     assert_eq!(byte, 7);
     let (mut info, mut all, mut count) = (sized::<kvx_region_info>(), [sized::<kvx_region_info>(); 2], 0);
-    unsafe {
+    c! {
         ok(kvx_pool_region(pool, 0, &mut info));
         ok(kvx_pool_regions(
             pool,
@@ -397,7 +388,7 @@ fn memory_of_the_callers_is_given_back_once() {
         (spec.address, spec.length, 1, spec.address)
     );
     refused(
-        unsafe { kvx_pool_region(pool, 1, &mut info) },
+        c! { kvx_pool_region(pool, 1, &mut info) },
         KVX_ERR_OUT_OF_BOUNDS,
         "region 1",
     );
@@ -415,14 +406,14 @@ fn memory_of_the_callers_is_given_back_once() {
 fn pools_are_closed_suspended_and_resumed() {
     let pair = pair();
     let (mut id, mut role, mut layout) = (9, 9, 0);
-    ok(unsafe { kvx_pool_id(pair.source, &mut id, &mut role) });
+    ok(c! { kvx_pool_id(pair.source, &mut id, &mut role) });
     assert_eq!((id, role), (0, KVX_ROLE_BOTH));
-    ok(unsafe { kvx_pool_layout(pair.source, &mut layout) });
+    ok(c! { kvx_pool_layout(pair.source, &mut layout) });
     ok(kvx_layout_free(layout));
     ok(kvx_pool_suspend(pair.source));
     let none = std::ptr::null_mut();
     refused(
-        unsafe { kvx_pool_id(pair.source, none, none) },
+        c! { kvx_pool_id(pair.source, none, none) },
         KVX_ERR_NOT_REGISTERED,
         "suspended",
     );
@@ -436,6 +427,6 @@ fn pools_are_closed_suspended_and_resumed() {
     ok(kvx_handle_free(offer));
     refused(kvx_pool_resume(pair.source), KVX_ERR_CLOSED, "closed");
     let mut byte = 0u8;
-    let beyond = unsafe { kvx_pool_copy_out(pair.destination, 0, BLOCKS, 0, (&raw mut byte).cast(), 1) };
+    let beyond = c! { kvx_pool_copy_out(pair.destination, 0, BLOCKS, 0, (&raw mut byte).cast(), 1) };
     refused(beyond, KVX_ERR_OUT_OF_BOUNDS, "block 64");
 }

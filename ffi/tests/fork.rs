@@ -1,6 +1,6 @@
 //! A forked child: every call is a clear status, and nothing of the parent's is touched.
-#![allow(clippy::undocumented_unsafe_blocks)] // pointers to locals of the test, everywhere
 
+#[macro_use]
 mod support;
 
 use std::ffi::c_void;
@@ -20,10 +20,10 @@ unsafe extern "C" fn released(_: *mut c_void) {
 fn child(endpoint: kvx_endpoint, pool: kvx_pool, offer: kvx_offer) -> i32 {
     let mut config = 0;
     let unsupported = [
-        unsafe { kvx_config_create(&mut config) },
-        unsafe { kvx_endpoint_create(0, &mut config) },
+        c! { kvx_config_create(&mut config) },
+        c! { kvx_endpoint_create(0, &mut config) },
         kvx_handle_cancel(offer),
-        unsafe { kvx_handle_wait(offer, u64::MAX, null_mut()) },
+        c! { kvx_handle_wait(offer, u64::MAX, null_mut()) },
         kvx_handle_free(offer),
         kvx_pool_free(pool),
         kvx_events_wait(endpoint, u64::MAX),
@@ -44,13 +44,16 @@ fn child(endpoint: kvx_endpoint, pool: kvx_pool, offer: kvx_offer) -> i32 {
 
 /// Runs this in a child, and gives its exit code.
 fn in_child(run: impl FnOnce() -> i32) -> i32 {
+    // SAFETY: the child makes calls that touch nothing, and ends with `_exit`.
     let pid = unsafe { libc::fork() };
     assert!(pid >= 0);
     if pid == 0 {
         let found = run();
+        // SAFETY: ends the child without running what belongs to the parent.
         unsafe { libc::_exit(found) };
     }
     let mut status = 0;
+    // SAFETY: writes the local that it is given.
     assert_eq!(unsafe { libc::waitpid(pid, &mut status, 0) }, pid);
     assert!(libc::WIFEXITED(status), "the child crashed: {status}");
     libc::WEXITSTATUS(status)
@@ -61,7 +64,7 @@ fn a_forked_child_touches_nothing() {
     // Before the parent has used the library, a child may.
     let early = in_child(|| {
         let mut config = 0;
-        let created = unsafe { kvx_config_from_toml(c"".as_ptr(), &mut config) };
+        let created = c! { kvx_config_from_toml(c"".as_ptr(), &mut config) };
         i32::from(created != KVX_OK || kvx_config_free(config) != KVX_OK)
     });
     assert_eq!(early, 0);
@@ -72,7 +75,7 @@ fn a_forked_child_touches_nothing() {
     (spec.address, spec.length) = (memory.as_mut_ptr().cast(), memory.len() as u64);
     spec.release = Some(released);
     let (mut pool, mut offer) = (0, 0);
-    unsafe {
+    c! {
         ok(kvx_pool_register(endpoint, layout, &spec, 1, KVX_ROLE_BOTH, &mut pool));
         ok(kvx_offer_open(
             endpoint,
@@ -86,7 +89,7 @@ fn a_forked_child_touches_nothing() {
     assert_eq!(in_child(|| child(endpoint, pool, offer)), 0);
 
     // The parent goes on as if nothing had been.
-    assert_eq!(unsafe { kvx_handle_poll(offer, null_mut()) }, KVX_PENDING);
+    assert_eq!(c! { kvx_handle_poll(offer, null_mut()) }, KVX_PENDING);
     ok(kvx_handle_cancel(offer));
     assert_eq!(end(offer).status, KVX_ERR_CANCELLED);
     ok(kvx_handle_free(offer));

@@ -1,7 +1,7 @@
 //! Handles that are none, freed, of another kind, of another thread or of a destroyed endpoint: each is a status and a
 //! message, and nothing else happens.
-#![allow(clippy::undocumented_unsafe_blocks)] // pointers to locals of the tests, everywhere
 
+#[macro_use]
 mod support;
 
 use std::ffi::{c_char, c_void};
@@ -26,7 +26,7 @@ fn everywhere(handle: u64, mut check: impl FnMut(&str, i64)) {
         ($($name:ident($($argument:expr),*);)*) => {
             $(
                 #[allow(unused_unsafe)]
-                let status = unsafe { $name($($argument),*) };
+                let status = c! { $name($($argument),*) };
                 check(stringify!($name), i64::from(status));
             )*
         };
@@ -181,22 +181,22 @@ fn no_function_takes_a_handle_of_another_kind() {
         "it is an endpoint handle",
     );
     refused(
-        unsafe { kvx_endpoint_create(offer, &mut parsed) },
+        c! { kvx_endpoint_create(offer, &mut parsed) },
         KVX_ERR_INVALID_ARGUMENT,
         "it is an offer handle",
     );
     let key = c"k".as_ptr().cast();
-    let swapped = unsafe { kvx_offer_open(pair.source, key, 1, pair.prefill, null(), &mut parsed) };
+    let swapped = c! { kvx_offer_open(pair.source, key, 1, pair.prefill, null(), &mut parsed) };
     refused(
         swapped,
         KVX_ERR_INVALID_ARGUMENT,
         "as an endpoint handle: it is a pool handle",
     );
     // A pool of another endpoint.
-    let foreign = unsafe { kvx_offer_open(pair.decode, key, 1, pair.source, null(), &mut parsed) };
+    let foreign = c! { kvx_offer_open(pair.decode, key, 1, pair.source, null(), &mut parsed) };
     refused(foreign, KVX_ERR_NOT_REGISTERED, "prefill-0");
     // Nothing of that did anything to it.
-    assert_eq!(unsafe { kvx_handle_poll(offer, null_mut()) }, KVX_PENDING);
+    assert_eq!(c! { kvx_handle_poll(offer, null_mut()) }, KVX_PENDING);
     ok(kvx_handle_free(offer));
 }
 
@@ -206,7 +206,7 @@ fn a_handle_is_good_on_every_thread() {
     let offer = pair.offer("elsewhere");
     std::thread::scope(|scope| {
         for _ in 0..4 {
-            scope.spawn(|| assert_eq!(unsafe { kvx_handle_poll(offer, null_mut()) }, KVX_PENDING));
+            scope.spawn(|| assert_eq!(c! { kvx_handle_poll(offer, null_mut()) }, KVX_PENDING));
         }
     });
     std::thread::spawn(move || ok(kvx_handle_cancel(offer))).join().unwrap();
@@ -223,7 +223,7 @@ fn what_is_left_of_a_destroyed_endpoint() {
     let (mut offer, mut owned, mut made) = (0, 0, 0);
     let one = [1u32];
     let selection = blocks(0, &one);
-    unsafe {
+    c! {
         ok(kvx_offer_open(
             endpoint,
             c"k".as_ptr().cast(),
@@ -235,11 +235,11 @@ fn what_is_left_of_a_destroyed_endpoint() {
         ok(kvx_pool_grant(pool, &target(&selection), null(), &mut owned));
     }
     ok(kvx_endpoint_destroy(endpoint, LONG_MS));
-    let gone = unsafe { kvx_offer_open(endpoint, c"k".as_ptr().cast(), 1, pool, null(), &mut made) };
+    let gone = c! { kvx_offer_open(endpoint, c"k".as_ptr().cast(), 1, pool, null(), &mut made) };
     refused(gone, KVX_ERR_INVALID_ARGUMENT, "it was freed");
     assert_eq!(end(offer).status, KVX_ERR_CLOSED);
     assert_eq!(end(owned).status, KVX_ERR_CLOSED);
-    unsafe {
+    c! {
         refused(kvx_offer_append(offer, &selection, 1), KVX_ERR_CLOSED, "");
         refused(
             kvx_pool_grant(pool, &target(&selection), null(), &mut made),

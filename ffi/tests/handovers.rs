@@ -1,6 +1,6 @@
 //! Offers, claims, grants, transfers and events: every function, used as it is meant to be.
-#![allow(clippy::undocumented_unsafe_blocks)] // pointers to locals of the tests, everywhere
 
+#[macro_use]
 mod support;
 
 use std::ffi::CStr;
@@ -18,21 +18,21 @@ fn a_request_from_offer_to_arrival() {
     pair.compute(&from, 0x5a);
     let claim = pair.claim("request");
     let offer = pair.offer("request");
-    ok(unsafe { kvx_claim_fill(claim, &blocks(0, &to), 1) });
+    ok(c! { kvx_claim_fill(claim, &blocks(0, &to), 1) });
     event(pair.decode, KVX_EVENT_MATCHED, 20);
     for handle in [claim, offer] {
-        assert_eq!(unsafe { kvx_handle_poll(handle, std::ptr::null_mut()) }, KVX_PENDING);
+        assert_eq!(c! { kvx_handle_poll(handle, std::ptr::null_mut()) }, KVX_PENDING);
         let mut result = sized();
-        assert_eq!(unsafe { kvx_handle_wait(handle, 0, &mut result) }, KVX_PENDING);
+        assert_eq!(c! { kvx_handle_wait(handle, 0, &mut result) }, KVX_PENDING);
         assert_eq!(
             (result.status, result.destination),
             (KVX_PENDING, KVX_DESTINATION_QUARANTINED)
         );
         let mut waited = 0;
-        assert!(!text(|to, size| unsafe { kvx_handle_waiting_on(handle, to, size, &mut waited) }).is_empty());
-        assert_eq!(text(|to, size| unsafe { kvx_handle_error(handle, to, size) }), "");
+        assert!(!text(|to, size| c! { kvx_handle_waiting_on(handle, to, size, &mut waited) }).is_empty());
+        assert_eq!(text(|to, size| c! { kvx_handle_error(handle, to, size) }), "");
     }
-    unsafe {
+    c! {
         ok(kvx_offer_append(offer, &blocks(0, &from[..1]), 1));
         ok(kvx_offer_ready(offer, 0, 1, 0, 0));
         ok(kvx_offer_append(offer, &blocks(1, &from[1..]), 1));
@@ -60,7 +60,7 @@ fn a_request_from_offer_to_arrival() {
     let released = end(offer);
     assert_eq!((released.status, released.members), (KVX_OK, 1));
     let (mut member, mut count, mut claimant) = (sized::<kvx_member>(), 0, kvx_id128::default());
-    unsafe {
+    c! {
         ok(kvx_handle_members(
             offer,
             &mut member,
@@ -71,16 +71,13 @@ fn a_request_from_offer_to_arrival() {
         ok(kvx_endpoint_incarnation(pair.decode, &mut claimant));
     }
     assert_eq!((count, member.status, member.peer), (1, KVX_OK, claimant));
-    assert_eq!(
-        text(|to, size| unsafe { kvx_handle_member_error(offer, 0, to, size) }),
-        ""
-    );
-    let beyond = unsafe { kvx_handle_member_error(offer, 1, std::ptr::null_mut(), 0) };
+    assert_eq!(text(|to, size| c! { kvx_handle_member_error(offer, 0, to, size) }), "");
+    let beyond = c! { kvx_handle_member_error(offer, 1, std::ptr::null_mut(), 0) };
     refused(beyond, KVX_ERR_OUT_OF_BOUNDS, "member 1");
     let (mut id, ended) = (0, event(pair.decode, KVX_EVENT_ENDED, 20));
-    ok(unsafe { kvx_handle_id(claim, &mut id) });
+    ok(c! { kvx_handle_id(claim, &mut id) });
     assert_eq!((ended.id, ended.error), (id, KVX_OK));
-    let waits = unsafe { kvx_handle_waiting_on(claim, std::ptr::null_mut(), 0, std::ptr::null_mut()) };
+    let waits = c! { kvx_handle_waiting_on(claim, std::ptr::null_mut(), 0, std::ptr::null_mut()) };
     assert_eq!(waits, 0);
     ok(kvx_handle_free(claim));
     ok(kvx_handle_free(offer));
@@ -103,7 +100,7 @@ fn requests_that_end_badly() {
     let mut options: kvx_offer_options = sized();
     options.readers = 2;
     let (from, to, mut offer) = ([1], [2], 0);
-    ok(unsafe {
+    ok(c! {
         kvx_offer_open(
             pair.prefill,
             c"both".as_ptr().cast(),
@@ -116,7 +113,7 @@ fn requests_that_end_badly() {
     let claims = [pair.claim("both"), pair.claim("both")];
     ok(kvx_claim_decline(claims[0]));
     assert_eq!(end(claims[0]).status, KVX_ERR_DECLINED);
-    unsafe {
+    c! {
         ok(kvx_claim_fill(claims[1], &blocks(0, &to), 1));
         ok(kvx_offer_append(offer, &blocks(0, &from), 1));
     }
@@ -124,7 +121,7 @@ fn requests_that_end_badly() {
     assert_eq!(end(claims[1]).status, KVX_OK);
     assert_eq!((end(offer).status, end(offer).members), (KVX_OK, 2));
     let (mut members, mut count) = ([sized::<kvx_member>(); 2], 0);
-    ok(unsafe { kvx_handle_members(offer, members.as_mut_ptr(), size_of::<kvx_member>(), 2, &mut count) });
+    ok(c! { kvx_handle_members(offer, members.as_mut_ptr(), size_of::<kvx_member>(), 2, &mut count) });
     let (declined, arrived) = match members[0].status {
         KVX_ERR_DECLINED => (0, 1),
         _ => (1, 0),
@@ -133,7 +130,7 @@ fn requests_that_end_badly() {
         (members[declined].status, members[arrived].status, count),
         (KVX_ERR_DECLINED, KVX_OK, 2)
     );
-    let said = text(|to, size| unsafe { kvx_handle_member_error(offer, declined as u32, to, size) });
+    let said = text(|to, size| c! { kvx_handle_member_error(offer, declined as u32, to, size) });
     assert!(said.starts_with("Declined"), "{said}");
     for handle in [offer, claims[0], claims[1]] {
         ok(kvx_handle_free(handle));
@@ -141,21 +138,21 @@ fn requests_that_end_badly() {
     // Retracted.
     let (offer, claim) = (pair.offer("retracted"), pair.claim("retracted"));
     let from = [1, 2];
-    unsafe {
+    c! {
         ok(kvx_offer_append(offer, &blocks(0, &from), 1));
         refused(kvx_offer_retract(offer, [9].as_ptr(), 1), KVX_ERR_INVALID_ARGUMENT, "");
         ok(kvx_offer_retract(offer, from.as_ptr(), 2));
     }
     assert_eq!(end(offer).status, KVX_ERR_RETRACTED);
     assert_eq!(end(claim).status, KVX_ERR_RETRACTED);
-    assert!(text(|to, size| unsafe { kvx_handle_error(claim, to, size) }).starts_with("Retracted"));
+    assert!(text(|to, size| c! { kvx_handle_error(claim, to, size) }).starts_with("Retracted"));
     for handle in [offer, claim] {
         ok(kvx_handle_free(handle));
     }
     // Restarted: the first attempt's bytes do not count.
     let (offer, claim) = (pair.offer("restarted"), pair.claim("restarted"));
     let (from, to) = ([11, 12], [21, 22]);
-    unsafe {
+    c! {
         ok(kvx_claim_fill(claim, &blocks(0, &to), 1));
         ok(kvx_offer_append(offer, &blocks(0, &from[..1]), 1));
         ok(kvx_offer_ready(offer, 0, 1, 0, 0));
@@ -164,7 +161,7 @@ fn requests_that_end_badly() {
     while kvx_offer_voided(offer) == KVX_PENDING {}
     ok(kvx_offer_voided(offer));
     pair.compute(&from, 0x33);
-    ok(unsafe { kvx_offer_append(offer, &blocks(0, &from), 1) });
+    ok(c! { kvx_offer_append(offer, &blocks(0, &from), 1) });
     ok(kvx_offer_finish(offer, 2));
     assert_eq!(end(claim).status, KVX_OK);
     pair.verify(&from, &to, 0x33);
@@ -175,7 +172,7 @@ fn requests_that_end_badly() {
     let mut options: kvx_offer_options = sized();
     (options.deadline_ms, options.readers, options.priority, options.checksum) = (20, 2, 255, 1);
     let mut offer = 0;
-    ok(unsafe {
+    ok(c! {
         kvx_offer_open(
             pair.prefill,
             c"late".as_ptr().cast(),
@@ -190,8 +187,8 @@ fn requests_that_end_badly() {
     ok(kvx_handle_free(offer));
     // A handle that is let go: the request goes on without it.
     let (offer, claim) = (pair.offer("detached"), pair.claim("detached"));
-    ok(unsafe { kvx_claim_fill(claim, &blocks(0, &to), 1) });
-    ok(unsafe { kvx_offer_append(offer, &blocks(0, &from), 1) });
+    ok(c! { kvx_claim_fill(claim, &blocks(0, &to), 1) });
+    ok(c! { kvx_offer_append(offer, &blocks(0, &from), 1) });
     ok(kvx_offer_finish(offer, 2));
     ok(kvx_handle_detach(offer));
     refused(kvx_handle_cancel(offer), KVX_ERR_INVALID_ARGUMENT, "freed");
@@ -208,8 +205,8 @@ fn grants_pushes_and_pulls() {
     let (mut owned, mut grant, mut transfer) = (0, 0, 0);
     let mut options: kvx_grant_options = sized();
     (options.deadline_ms, options.events, options.event_data) = (LONG_MS, 1, 77);
-    ok(unsafe { kvx_endpoint_incarnation(pair.prefill, &mut options.holder) });
-    unsafe {
+    ok(c! { kvx_endpoint_incarnation(pair.prefill, &mut options.holder) });
+    c! {
         ok(kvx_pool_grant(
             pair.destination,
             &target(&received),
@@ -219,21 +216,21 @@ fn grants_pushes_and_pulls() {
         ok(kvx_grant_handle_grant(owned, &mut grant));
     }
     let mut bytes = vec![0u8; 4096];
-    let length = unsafe { kvx_grant_bytes(grant, bytes.as_mut_ptr().cast(), bytes.len()) };
+    let length = c! { kvx_grant_bytes(grant, bytes.as_mut_ptr().cast(), bytes.len()) };
     assert!(length > 0);
-    assert_eq!(unsafe { kvx_grant_bytes(grant, bytes.as_mut_ptr().cast(), 1) }, length);
+    assert_eq!(c! { kvx_grant_bytes(grant, bytes.as_mut_ptr().cast(), 1) }, length);
     ok(kvx_grant_free(grant));
-    ok(unsafe { kvx_grant_parse(bytes.as_ptr().cast(), length as usize, &mut grant) });
+    ok(c! { kvx_grant_parse(bytes.as_ptr().cast(), length as usize, &mut grant) });
     let mut info: kvx_grant_info = sized();
-    ok(unsafe { kvx_grant_describe(grant, &mut info) });
+    ok(c! { kvx_grant_describe(grant, &mut info) });
     assert_eq!((info.access, info.pool), (KVX_ACCESS_WRITE, 0));
-    let cut = unsafe { kvx_grant_parse(bytes.as_ptr().cast(), length as usize - 1, &mut 0) };
+    let cut = c! { kvx_grant_parse(bytes.as_ptr().cast(), length as usize - 1, &mut 0) };
     refused(cut, KVX_ERR_INVALID_ARGUMENT, "grant");
 
     let mut options: kvx_transfer_options = sized();
     (options.message, options.message_length) = (c"with love".as_ptr().cast(), 9);
     (options.checksum, options.events, options.event_data) = (1, 1, 88);
-    unsafe {
+    c! {
         ok(kvx_push(
             pair.prefill,
             pair.source,
@@ -256,13 +253,13 @@ fn grants_pushes_and_pulls() {
     event(pair.decode, KVX_EVENT_ENDED, 77);
     event(pair.prefill, KVX_EVENT_ENDED, 88);
     let mut path: kvx_path_info = sized();
-    ok(unsafe { kvx_transfer_path_info(transfer, &mut path) });
+    ok(c! { kvx_transfer_path_info(transfer, &mut path) });
     assert!(path.rails > 0 && path.rails <= path.rails_configured);
-    assert_eq!(unsafe { CStr::from_ptr(path.transport.as_ptr()) }, c"tcp");
-    assert!(text(|to, size| unsafe { kvx_transfer_path(transfer, to, size) }).starts_with("tcp, "));
+    assert_eq!(c! { CStr::from_ptr(path.transport.as_ptr()) }, c"tcp");
+    assert!(text(|to, size| c! { kvx_transfer_path(transfer, to, size) }).starts_with("tcp, "));
     // Used once.
     let mut again = 0;
-    let twice = unsafe { kvx_push(pair.prefill, pair.source, &target(&sent), grant, null(), &mut again) };
+    let twice = c! { kvx_push(pair.prefill, pair.source, &target(&sent), grant, null(), &mut again) };
     if twice == KVX_OK {
         assert_ne!(end(again).status, KVX_OK);
         ok(kvx_handle_free(again));
@@ -282,7 +279,7 @@ fn grants_pushes_and_pulls() {
     let mut read: kvx_target = sized();
     let (there, here) = (piece(4), piece(50));
     (read.descriptors, read.descriptor_count) = (&there, 1);
-    unsafe {
+    c! {
         ok(kvx_pool_serve(pair.source, &read, null(), &mut owned));
         ok(kvx_grant_handle_grant(owned, &mut grant));
         ok(kvx_grant_describe(grant, &mut info));
@@ -331,7 +328,7 @@ fn scopes_say_which_layers_and_heads() {
         .as_ptr();
     (spec.model, spec.tokens_per_block, spec.blocks) = (c"mine".as_ptr(), 16, 4);
     let (mut layout, mut source, mut destination) = (0, 0, 0);
-    unsafe {
+    c! {
         ok(kvx_layout_preset(&spec, &mut layout));
         ok(kvx_pool_allocate(prefill, layout, KVX_ROLE_SERVE, &mut source));
         ok(kvx_pool_allocate(decode, layout, KVX_ROLE_RECEIVE, &mut destination));
@@ -344,7 +341,7 @@ fn scopes_say_which_layers_and_heads() {
     (target.layers, target.layer_count) = (layers.as_ptr(), 2);
     (target.heads, target.head_count) = (heads.as_ptr(), 1);
     let (mut owned, mut grant, mut transfer) = (0, 0, 0);
-    unsafe {
+    c! {
         ok(kvx_pool_grant(destination, &target, null(), &mut owned));
         ok(kvx_grant_handle_grant(owned, &mut grant));
         ok(kvx_push(prefill, source, &target, grant, null(), &mut transfer));
@@ -367,13 +364,14 @@ fn scopes_say_which_layers_and_heads() {
 fn events_come_in_batches_with_a_descriptor() {
     let pair = pair();
     let mut fd = -1;
-    ok(unsafe { kvx_events_fd(pair.prefill, &mut fd) });
+    ok(c! { kvx_events_fd(pair.prefill, &mut fd) });
     let readable = || {
         let mut polled = libc::pollfd {
             fd,
             events: libc::POLLIN,
             revents: 0,
         };
+        // SAFETY: one local struct, as the count says.
         unsafe { libc::poll(&mut polled, 1, 0) == 1 }
     };
     assert_eq!(kvx_events_wait(pair.prefill, 1), KVX_PENDING);
@@ -390,10 +388,10 @@ fn events_come_in_batches_with_a_descriptor() {
     let (mut buffer, mut count, mut seen) = (vec![0xffu8; size * 3], 0, 0);
     while seen < 5 {
         ok(kvx_events_wait(pair.prefill, LONG_MS));
-        ok(unsafe { kvx_events_drain(pair.prefill, buffer.as_mut_ptr().cast(), size, 3, &mut count) });
+        ok(c! { kvx_events_drain(pair.prefill, buffer.as_mut_ptr().cast(), size, 3, &mut count) });
         assert!(count <= 3);
         for element in buffer.chunks(size).take(count) {
-            let event = unsafe { element.as_ptr().cast::<kvx_event>().read_unaligned() };
+            let event = c! { element.as_ptr().cast::<kvx_event>().read_unaligned() };
             assert_eq!((event.struct_size as usize, event.kind), (size, KVX_EVENT_ENDED));
             assert_eq!((event.error, event.data), (KVX_ERR_CANCELLED, 10));
             assert_eq!(element[size_of::<kvx_event>()..], [0; 16]);
@@ -401,7 +399,7 @@ fn events_come_in_batches_with_a_descriptor() {
         }
     }
     assert!(!readable());
-    ok(unsafe { kvx_events_drain(pair.prefill, std::ptr::null_mut(), size, 0, &mut count) });
+    ok(c! { kvx_events_drain(pair.prefill, std::ptr::null_mut(), size, 0, &mut count) });
     assert_eq!(count, 0);
     for offer in offers {
         ok(kvx_handle_free(offer));
@@ -422,7 +420,7 @@ fn drained_and_closed_endpoints_say_so() {
     ok(kvx_endpoint_close(pair.prefill, LONG_MS));
     ok(kvx_endpoint_close(pair.prefill, LONG_MS));
     let mut refused_offer = 7;
-    let closed = unsafe {
+    let closed = c! {
         kvx_offer_open(
             pair.prefill,
             c"k".as_ptr().cast(),
@@ -442,7 +440,7 @@ fn drained_and_closed_endpoints_say_so() {
 fn a_handle_may_be_freed_under_a_call() {
     let pair = Arc::new(pair());
     let offer = pair.offer("waited for");
-    let waiting = std::thread::spawn(move || unsafe { kvx_handle_wait(offer, LONG_MS, std::ptr::null_mut()) });
+    let waiting = std::thread::spawn(move || c! { kvx_handle_wait(offer, LONG_MS, std::ptr::null_mut()) });
     std::thread::sleep(std::time::Duration::from_millis(20));
     ok(kvx_handle_cancel(offer));
     ok(kvx_handle_free(offer));

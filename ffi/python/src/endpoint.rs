@@ -3,11 +3,10 @@
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use kvxfer::config::Security;
 use kvxfer::{ClaimOptions, Config, ErrorKind, OfferOptions, PeerState, PullOptions, PushOptions};
-use parking_lot::Mutex;
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyString, PyTuple};
@@ -83,26 +82,6 @@ impl Endpoint {
         let core = Arc::clone(self.core.get()?);
         exit::beside(py, patience, move || core.close(timeout))
     }
-}
-
-/// The error of the last slice of a connect, with the whole time in its reason.
-fn not_within(last: kvxfer::Error, address: &kvxfer::EndpointAddress, timeout: Duration) -> kvxfer::Error {
-    let seconds = timeout.as_secs_f64();
-    let (why, remedy) = match last.what() {
-        "no session yet" => (
-            format!("the peer did not answer within {seconds} s"),
-            "check that the peer runs and that the address is its published one",
-        ),
-        "no link yet" => (
-            format!("there is a session, and no transport came up within {seconds} s"),
-            "see explain() for the transports, or allow more time",
-        ),
-        _ => return last,
-    };
-    kvxfer::Error::new(last.kind(), last.what())
-        .at(address.to_string())
-        .because(why)
-        .remedy(remedy)
 }
 
 #[pymethods]
@@ -196,24 +175,12 @@ impl Endpoint {
     #[pyo3(signature = (address, timeout = Seconds(Duration::from_secs(10))), text_signature = "($self, address, timeout=10.0)")]
     fn connect(&self, py: Python<'_>, address: &Bound<'_, PyAny>, timeout: Seconds) -> PyResult<()> {
         let address = crate::address::address(address)?;
-        let endpoint = self.open()?;
-        // Repeating it joins the attempt that is under way. An error that came before its time is the answer.
-        let last = Mutex::new(None);
-        let connected = exit::wait(py, Some(timeout.0), |slice| {
-            let began = Instant::now();
-            match endpoint.connect(&address, slice) {
-                Err(error) if began.elapsed() >= slice => {
-                    *last.lock() = Some(error);
-                    None
-                }
-                result => Some(result),
-            }
-        })?;
-        let connected = connected.unwrap_or_else(|| match last.into_inner() {
-            Some(error) => Err(not_within(error, &address, timeout.0)),
-            None => endpoint.connect(&address, Duration::ZERO),
+        let core = Arc::clone(self.core.get()?);
+        let connected = exit::beside(py, None, move || core.endpoint.connect(&address, timeout.0))?;
+        let answered = connected.unwrap_or_else(|| {
+            Err(kvxfer::Error::new(ErrorKind::Internal, "connecting").because("a wait without a limit was over"))
         });
-        connected.map_err(raise)
+        answered.map_err(raise)
     }
 
     /// The path to a peer in words: session, transport, rails, and why better ones were not taken.

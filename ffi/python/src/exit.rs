@@ -86,7 +86,7 @@ pub(crate) fn beside<T: Send + 'static>(
 ) -> PyResult<Option<T>> {
     let (tell, told) = mpsc::channel();
     let there = work.clone();
-    let thread = std::thread::Builder::new().name("kvxfer-close".into());
+    let thread = std::thread::Builder::new().name("kvxfer-beside".into());
     // Nobody may hear it any more.
     if thread.spawn(move || drop(tell.send(there()))).is_err() {
         return Ok(Some(without_lock(py, work)));

@@ -10,7 +10,8 @@ from kvxfer.vllm.layout import CacheLayout, GroupSpec, view_of
 from kvxfer.vllm.scheduler import Scheduler
 from kvxfer.vllm.settings import Settings
 from kvxfer.vllm.tables import GroupTable, Tables
-from kvxfer.vllm.worker import Place, Worker
+from kvxfer.vllm.records import Place
+from kvxfer.vllm.worker import Worker
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("kvxfer._kvxfer", reason="needs the built package")

@@ -15,7 +15,8 @@ from kvxfer.vllm.messages import (
 )
 from kvxfer.vllm.settings import Settings
 from kvxfer.vllm.tables import GroupTokens
-from kvxfer.vllm.worker import NAME_BYTES_MAX, Place, Worker, endpoint_name
+from kvxfer.vllm.records import Place
+from kvxfer.vllm.worker import NAME_BYTES_MAX, Worker, endpoint_name
 
 np = pytest.importorskip("numpy")
 pytest.importorskip("kvxfer._kvxfer", reason="needs the built package")
@@ -276,6 +277,44 @@ def test_an_abort_in_flight_is_reported_once_and_nothing_is_written_after(ranks)
     assert (decode.received, decode.failed, prefill.sent) == (["d"], [], ["p"])
 
 
+class Withheld:
+    """An endpoint whose events come only when they are let go: fences are too quick here to be seen otherwise."""
+
+    def __init__(self, endpoint):
+        self.endpoint, self.held = endpoint, True
+
+    def __getattr__(self, name):
+        return getattr(self.endpoint, name)
+
+    @property
+    def events(self):
+        return self
+
+    def drain(self, most):
+        return [] if self.held else self.endpoint.events.drain(most)
+
+
+def test_what_is_aborted_is_reported_only_once_it_is_fenced(ranks):
+    prefill, decode = ranks("serve"), ranks("receive")
+    decode.claim("d", [prefill])
+    decode.fill("d", 0, 64, [0, 1])
+    prefill.offer("p", 0, 32, [3])
+    prefill.until(lambda rank: rank.worker._offers["p"].matched)
+    for rank in (prefill, decode):
+        rank.worker.endpoint = Withheld(rank.worker.endpoint)
+    decode.step(claim_aborts=["d"])
+    prefill.step(offer_ends=[OfferEnd("p", "p", cancel=True, report=True)])
+    for _ in range(10):
+        time.sleep(0.01)
+        assert decode.poll().received == prefill.poll().sent == []
+    for rank in (prefill, decode):
+        rank.worker.endpoint.held = False
+    decode.until(lambda rank: rank.received)
+    prefill.until(lambda rank: rank.sent)
+    decode.step(claim_aborts=["d"])
+    assert (decode.poll().received, decode.failed, prefill.poll().sent) == (["d"], [], ["p"])
+
+
 def test_an_aborted_prefill_fails_the_load_and_reports_its_blocks_once(ranks):
     prefill, decode = ranks("serve"), ranks("receive")
     decode.claim("d", [prefill])
@@ -417,6 +456,35 @@ def test_what_nobody_claims_is_given_up_and_only_then(ranks, caplog):
     decode.until(lambda rank: rank.received)
     assert decode.failed == []
     prefill.until(lambda rank: rank.sent == ["p", "q"])
+
+
+class BeingRead:
+    """An offer that is being read for the next `looks` looks at it."""
+
+    def __init__(self, handle, looks):
+        self.handle, self.looks = handle, looks
+
+    def __getattr__(self, name):
+        return getattr(self.handle, name)
+
+    def voided(self):
+        self.looks -= 1
+        return self.looks < 0 and self.handle.voided()
+
+
+def test_preempted_blocks_are_waited_for_and_not_for_ever(ranks):
+    prefill = ranks("serve", preemption_wait_ms=200)
+    for name, looks in (("p", 100), ("q", 10**9)):
+        prefill.offer(name, 0, 32, [3], key=name)
+        offer = prefill.worker._offers[name]
+        offer.handle = BeingRead(offer.handle, looks)
+        began = time.monotonic()
+        prefill.step(preempted=[name])
+        if name == "p":
+            assert offer.handle.looks < 0
+        else:
+            assert time.monotonic() - began >= 0.2 and prefill.counted["retracts_late"] == 1
+        offer.handle = offer.handle.handle
 
 
 def test_what_its_claim_has_no_blocks_for_is_given_up_in_the_end(ranks, caplog):

@@ -1,10 +1,19 @@
 //! What the tests of the C interface share.
-#![allow(dead_code, unreachable_pub, clippy::unwrap_used, clippy::undocumented_unsafe_blocks)]
+#![allow(dead_code, unreachable_pub, clippy::unwrap_used)]
 
 use std::ffi::{CStr, c_char};
 use std::mem::size_of;
 
 use kvxfer_ffi::*;
+
+/// Calls of the interface as a C program makes them.
+macro_rules! c {
+    ($($calls:tt)*) => {{
+        // SAFETY: what is passed is a local of the test that outlives the call, or what the interface says that it refuses
+        // before it believes it: null, a wrong length, a wrong size, a handle that is none.
+        unsafe { $($calls)* }
+    }};
+}
 
 /// Far longer than anything here takes.
 pub const LONG_MS: u64 = 30_000;
@@ -28,7 +37,7 @@ pub fn text(mut call: impl FnMut(*mut c_char, usize) -> i64) -> String {
 /// This thread's last error.
 pub fn last_error() -> String {
     let mut buffer = [0u8; 2048];
-    let length = unsafe { kvx_last_error_message(buffer.as_mut_ptr().cast(), buffer.len()) };
+    let length = c! { kvx_last_error_message(buffer.as_mut_ptr().cast(), buffer.len()) };
     assert!(length >= 0);
     CStr::from_bytes_until_nul(&buffer)
         .unwrap()
@@ -53,7 +62,7 @@ pub fn refused(status: impl Into<i64>, wanted: kvx_status, says: &str) {
 /// A struct of zeros that states its size.
 pub fn sized<T>() -> T {
     let mut value = std::mem::MaybeUninit::<T>::zeroed();
-    // The first field of each is its size; all of them are numbers and pointers.
+    // SAFETY: the first field of each is its size; all of them are numbers and pointers, of which zeros are valid values.
     unsafe {
         value
             .as_mut_ptr()
@@ -65,7 +74,7 @@ pub fn sized<T>() -> T {
 
 pub fn endpoint(name: &CStr) -> kvx_endpoint {
     let (mut config, mut endpoint) = (0, 0);
-    unsafe {
+    c! {
         ok(kvx_config_from_toml(c"transports = [\"tcp\"]".as_ptr(), &mut config));
         ok(kvx_config_set(config, c"name".as_ptr(), name.as_ptr()));
         ok(kvx_endpoint_create(config, &mut endpoint));
@@ -76,20 +85,20 @@ pub fn endpoint(name: &CStr) -> kvx_endpoint {
 
 pub fn opaque() -> kvx_layout {
     let mut layout = 0;
-    ok(unsafe { kvx_layout_opaque(BLOCK_BYTES, BLOCKS, &mut layout) });
+    ok(c! { kvx_layout_opaque(BLOCK_BYTES, BLOCKS, &mut layout) });
     layout
 }
 
 pub fn pool(endpoint: kvx_endpoint, role: kvx_role) -> kvx_pool {
     let (layout, mut pool) = (opaque(), 0);
-    ok(unsafe { kvx_pool_allocate(endpoint, layout, role, &mut pool) });
+    ok(c! { kvx_pool_allocate(endpoint, layout, role, &mut pool) });
     ok(kvx_layout_free(layout));
     pool
 }
 
 pub fn address(endpoint: kvx_endpoint) -> kvx_address {
     let mut address = 0;
-    ok(unsafe { kvx_endpoint_address(endpoint, &mut address) });
+    ok(c! { kvx_endpoint_address(endpoint, &mut address) });
     address
 }
 
@@ -119,7 +128,7 @@ impl Pair {
         (options.events, options.event_data) = (1, 10);
         let mut offer = 0;
         let (bytes, length) = (key.as_ptr().cast(), key.len());
-        ok(unsafe { kvx_offer_open(self.prefill, bytes, length, self.source, &options, &mut offer) });
+        ok(c! { kvx_offer_open(self.prefill, bytes, length, self.source, &options, &mut offer) });
         offer
     }
 
@@ -128,7 +137,7 @@ impl Pair {
         (options.events, options.event_data) = (1, 20);
         let mut claim = 0;
         let (bytes, length) = (key.as_ptr().cast(), key.len());
-        ok(unsafe {
+        ok(c! {
             kvx_claim_open(
                 self.decode,
                 bytes,
@@ -147,7 +156,7 @@ impl Pair {
     pub fn compute(&self, blocks: &[u32], salt: u8) {
         for &block in blocks {
             let bytes = [block as u8 ^ salt; BLOCK_BYTES as usize];
-            ok(unsafe { kvx_pool_copy_in(self.source, 0, block, 0, bytes.as_ptr().cast(), bytes.len()) });
+            ok(c! { kvx_pool_copy_in(self.source, 0, block, 0, bytes.as_ptr().cast(), bytes.len()) });
         }
     }
 
@@ -155,7 +164,7 @@ impl Pair {
     pub fn verify(&self, from: &[u32], to: &[u32], salt: u8) {
         for (&from, &to) in from.iter().zip(to) {
             let mut bytes = [0u8; BLOCK_BYTES as usize];
-            ok(unsafe { kvx_pool_copy_out(self.destination, 0, to, 0, bytes.as_mut_ptr().cast(), bytes.len()) });
+            ok(c! { kvx_pool_copy_out(self.destination, 0, to, 0, bytes.as_mut_ptr().cast(), bytes.len()) });
             assert_eq!(bytes, [from as u8 ^ salt; BLOCK_BYTES as usize], "block {to}");
         }
     }
@@ -195,7 +204,7 @@ pub fn target(selection: &kvx_group_selection) -> kvx_target {
 /// Waits for the end, and gives it.
 pub fn end(handle: kvx_handle) -> kvx_result {
     let mut result = sized();
-    let status = unsafe { kvx_handle_wait(handle, LONG_MS, &mut result) };
+    let status = c! { kvx_handle_wait(handle, LONG_MS, &mut result) };
     assert_ne!(status, KVX_PENDING);
     assert_eq!(status, result.status);
     result
@@ -206,7 +215,7 @@ pub fn event(endpoint: kvx_endpoint, kind: kvx_event_kind, data: u64) -> kvx_eve
     loop {
         ok(kvx_events_wait(endpoint, LONG_MS));
         let (mut event, mut count): (kvx_event, usize) = (sized(), 0);
-        ok(unsafe { kvx_events_drain(endpoint, &mut event, size_of::<kvx_event>(), 1, &mut count) });
+        ok(c! { kvx_events_drain(endpoint, &mut event, size_of::<kvx_event>(), 1, &mut count) });
         if count == 1 && (event.kind, event.data) == (kind, data) {
             return event;
         }

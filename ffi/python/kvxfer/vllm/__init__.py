@@ -10,12 +10,14 @@ The modules, by role:
 * `connector`: the class that vLLM builds twice, once in the scheduler and once in each worker;
 * `scheduler`: what is decided per request, in the scheduler's process;
 * `worker`: endpoint, pool, offers and claims, in each worker's process;
+* `records`: what a worker remembers of them;
 * `messages`: what the scheduler tells the workers, step by step;
 * `params`: keys and addresses, as clients carry them in ``kv_transfer_params``;
-* `layout`: vLLM's cache tensors as planes, pure functions;
+* `specs`, `layout`, `order`: vLLM's cache configuration and tensors as groups and planes, and the order inside a block;
 * `tables`: which blocks of a request are meant, pure functions;
 * `settings`: the keys of ``kv_connector_extra_config``;
-* `stats`: counters in vLLM's metrics and log.
+* `stats`: counters in vLLM's metrics and log;
+* `engine`: the little of vLLM that several of them need, or stand-ins.
 
 Only `connector` needs vLLM. The others can be imported and tested without it.
 """

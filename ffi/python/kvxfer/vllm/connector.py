@@ -20,11 +20,12 @@ from .engine import logger_of
 from .layout import CacheLayout, view_of
 from .messages import Handshake, StepMessages
 from .order import inner_order
+from .records import Place
 from .scheduler import Scheduler
 from .settings import Settings
 from .specs import check_drafts, check_parallel, groups_of, tables_of
 from .stats import KvxferPromMetrics, KvxferStats
-from .worker import Place, Worker
+from .worker import Worker
 
 if TYPE_CHECKING:
     import torch

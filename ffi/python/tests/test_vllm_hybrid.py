@@ -13,7 +13,7 @@ from kvxfer.vllm.tables import GroupTable, Tables
 from kvxfer.vllm.records import Place
 from kvxfer.vllm.worker import Worker
 
-np = pytest.importorskip("numpy")
+np = pytest.importorskip("numpy", reason="numpy is not installed: arrays are not tested")
 pytest.importorskip("kvxfer._kvxfer", reason="needs the built package")
 
 BLOCK, WINDOW, HEADS, DIM, BLOCKS = 16, 40, 2, 4, 32

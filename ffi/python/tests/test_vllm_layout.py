@@ -12,7 +12,7 @@ from kvxfer.vllm.layout import CacheLayout, GroupSpec, LayoutError, layer_order,
 from kvxfer.vllm.specs import check_drafts, check_parallel, groups_of, tables_of
 from kvxfer.vllm.tables import GroupTokens
 
-np = pytest.importorskip("numpy")
+np = pytest.importorskip("numpy", reason="numpy is not installed: arrays are not tested")
 
 LAYERS, BLOCKS, HEADS, TOKENS, DIM = 3, 5, 4, 8, 6
 #: vLLM's kv_cache_layout.py: the physical order of the logical axes [L, B, H, N, C].

@@ -51,7 +51,7 @@ def test_the_page_has_all_counters_and_settings():
 
 
 def test_prometheus_gets_each_interval_once():
-    prometheus = pytest.importorskip("prometheus_client")
+    prometheus = pytest.importorskip("prometheus_client", reason="needs prometheus_client, which comes with vLLM")
     pytest.importorskip("vllm", reason="needs vLLM's base class")
     from types import SimpleNamespace
 

@@ -18,7 +18,7 @@ from kvxfer.vllm.tables import GroupTokens
 from kvxfer.vllm.records import Place
 from kvxfer.vllm.worker import NAME_BYTES_MAX, Worker, endpoint_name
 
-np = pytest.importorskip("numpy")
+np = pytest.importorskip("numpy", reason="numpy is not installed: arrays are not tested")
 pytest.importorskip("kvxfer._kvxfer", reason="needs the built package")
 
 LAYERS, HEADS, DIM = 3, 4, 8

@@ -71,8 +71,13 @@ fn a_large_message_arrives_whole() {
 fn large_pushes_go_on_though_nobody_looks_at_them() {
     // 64 blocks of 256 KiB: large enough to be planned by the control thread, which nobody wakes.
     let layout = || PoolLayout::opaque(256 << 10, 64).unwrap();
-    let sender = Side::with("prefill", config(), layout(), Role::Both);
-    let receiver = Side::with("decode", config(), layout(), Role::Both);
+    // Nor does anything else wake it before this test gives up: not a heartbeat, nor the limit of a dial that is over.
+    let mut quiet = config();
+    quiet.deadlines.heartbeat_ms = 2 * LONG.as_millis() as u64;
+    quiet.deadlines.liveness_ms = 3 * quiet.deadlines.heartbeat_ms;
+    quiet.deadlines.connect_ms = quiet.deadlines.heartbeat_ms;
+    let sender = Side::with("prefill", quiet.clone(), layout(), Role::Both);
+    let receiver = Side::with("decode", quiet, layout(), Role::Both);
     sender.endpoint.connect(&receiver.endpoint.address(), LONG).unwrap();
     let blocks = |from: u32| Selection::whole_blocks(1, (from..from + 32).collect());
     let granted: Vec<_> = [0, 32]

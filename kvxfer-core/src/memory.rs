@@ -32,17 +32,20 @@ pub struct HostView {
     pub length: usize,
 }
 
-/// A region's memory as a file descriptor that device drivers can map: how memory that the CPU cannot touch is
+/// A run of a region as a file descriptor that device drivers can map: how memory that the CPU cannot touch is
 /// registered with a network device.
 #[derive(Debug)]
 pub struct DmaBuf {
     /// The dmabuf. A registration keeps its own reference: the descriptor may be closed once it is made.
     pub fd: OwnedFd,
-    /// Where the region's first byte is in it. Congruent to the region's address modulo the page size.
+    /// Where the run's first byte is in it. Congruent to the run's address modulo the page size.
     pub offset: u64,
-    /// Bytes of the region in it: all of them.
+    /// Bytes of the run. A region's runs follow each other and cover it: memory of several mappings has one for each.
     pub length: u64,
 }
+
+/// Keeps a staging buffer fit for a domain's copies; see [`MemoryDomain::pin_staging`].
+pub type StagingPin = Box<dyn Any + Send + Sync>;
 
 /// A copy that a domain has started: its name for [`MemoryDomain::poll_copy`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -68,14 +71,31 @@ pub trait MemoryDomain: Send + Sync + fmt::Debug {
     /// The host's view of a run, if the CPU can touch it. The run lies inside the region.
     fn host_view(&self, region: &Region, offset: u64, length: u64) -> Option<HostView>;
 
+    /// Makes a staging buffer fit for the domain's copies: page-locks it, say. The buffer stays as it is until the guard
+    /// is dropped, which undoes it. Called once for each buffer and domain, before the buffer's first copy; may be slow.
+    ///
+    /// # Errors
+    /// `ResourceExhausted` if the system or the device refuses.
+    ///
+    /// # Safety
+    /// `staging` is memory of the caller's that lives until the guard is dropped.
+    unsafe fn pin_staging(&self, _staging: HostView) -> Result<Option<StagingPin>> {
+        Ok(None)
+    }
+
     /// Starts copying the segments, in order and densely, into `staging`. The caller keeps `staging` and the
-    /// regions alive and untouched until [`poll_copy`](Self::poll_copy) says [`CopyState::Done`].
+    /// regions alive and untouched until [`poll_copy`](Self::poll_copy) says [`CopyState::Done`], or fails.
+    ///
+    /// A domain may hold the copy back, so as to give its device several at once, but not beyond the next `poll_copy` of
+    /// any ticket.
     fn start_gather(&self, regions: &[Arc<Region>], segments: &[Segment], staging: HostView) -> Result<CopyTicket>;
 
     /// Starts copying `staging`, in order and densely, into the segments; same contract.
     fn start_scatter(&self, staging: HostView, regions: &[Arc<Region>], segments: &[Segment]) -> Result<CopyTicket>;
 
-    /// How the copy stands. After `Done` the ticket is spent.
+    /// How the copy stands. After `Done` or an error the ticket is spent, and the copy touches nothing any more.
+    ///
+    /// `Done` of a scatter: the bytes are visible to whatever the device starts after it.
     fn poll_copy(&self, ticket: CopyTicket) -> Result<CopyState>;
 
     /// Copies bytes in at once (a slow path for callers and tests, never for transports).
@@ -84,10 +104,34 @@ pub trait MemoryDomain: Send + Sync + fmt::Debug {
     /// Copies bytes out at once.
     fn copy_out(&self, region: &Region, offset: u64, bytes: &mut [u8]) -> Result<()>;
 
-    /// The region as a dmabuf, if the domain can make one. `None`: this domain has no dmabufs; an error: it has, but
-    /// not of this memory, and says why.
-    fn dmabuf(&self, _region: &Region) -> Option<Result<DmaBuf>> {
+    /// The region as dmabufs, if the domain can make any. `None`: this domain has none; an error: it has, but not of this
+    /// memory, and says why.
+    fn dmabufs(&self, _region: &Region) -> Option<Result<Vec<DmaBuf>>> {
         None
+    }
+
+    /// Where a network device's driver may know the memory by its address alone, because the two drivers know each other
+    /// (peer memory). `None`: only the host's view, if there is one.
+    fn peer_address(&self, _region: &Region) -> Option<u64> {
+        None
+    }
+
+    /// Makes what network devices have written into the region visible to whatever reads it from now on. One-sided links
+    /// call it after their device's writes are in memory and before an arrival or a fence of them counts. Short.
+    ///
+    /// # Errors
+    /// The device's. The bytes do not count then.
+    fn settle_writes(&self, _region: &Region) -> Result<()> {
+        Ok(())
+    }
+
+    /// Whether the region's address still is the memory that the region was made of: memory that was freed and allocated
+    /// anew under it is not. Links ask once for each transfer or slot and region, on a thread of theirs.
+    ///
+    /// # Errors
+    /// `NotRegistered` if it is other memory, or none.
+    fn verify(&self, _region: &Region) -> Result<()> {
+        Ok(())
     }
 }
 

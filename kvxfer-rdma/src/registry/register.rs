@@ -155,7 +155,15 @@ impl Source {
         let domain = region.domain();
         let place = format!("region of {} bytes in {}", region.length(), domain.name());
         let host = region.host_view(0, region.length());
-        let dmabuf = match domain.dmabuf(region) {
+        let dmabufs = domain.dmabufs(region).map(|made| {
+            made.and_then(|mut made| match (made.len(), made.pop()) {
+                (1, Some(only)) => Ok(only),
+                (count, _) => Err(Error::new(ErrorKind::Unsupported, "memory of several mappings")
+                    .at(place.clone())
+                    .because(format!("its domain has {count} dmabufs for it"))),
+            })
+        });
+        let dmabuf = match dmabufs {
             Some(Ok(dmabuf)) if dmabuf.length < region.length() => {
                 return Err(Error::new(ErrorKind::Internal, "a dmabuf is too small")
                     .at(place)

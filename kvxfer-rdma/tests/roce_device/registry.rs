@@ -278,8 +278,8 @@ impl MemoryDomain for Hidden {
     fn copy_out(&self, _: &Region, _: u64, _: &mut [u8]) -> Result<()> {
         Ok(())
     }
-    fn dmabuf(&self, _: &Region) -> Option<Result<DmaBuf>> {
-        self.dmabuf.map(|make| make())
+    fn dmabufs(&self, _: &Region) -> Option<Result<Vec<DmaBuf>>> {
+        self.dmabuf.map(|make| make().map(|only| vec![only]))
     }
 }
 

@@ -1,0 +1,1 @@
+//! A CUDA driver of our own for tests.

@@ -209,6 +209,15 @@ pub enum LinkEvent {
         /// `Corrupt`.
         error: Error,
     },
+    /// A transfer's own memory cannot be read, or written if it is one that reads: a device's copy failed, or the memory is
+    /// not what it was. The link has let go of what it could not do ([`LinkSender::halt`](crate::flow::LinkSender::halt));
+    /// the transfer is to be stopped.
+    MemoryFailed {
+        /// Which.
+        transfer: TransferId,
+        /// Why.
+        error: Error,
+    },
     /// For the peer's end of this link ([`Link::message`]): the session carries it, in order. At most
     /// [`crate::wire::limits::LINK_MESSAGE_BYTES_MAX`].
     Message(Vec<u8>),

@@ -186,6 +186,14 @@ impl LinkSender {
         }
     }
 
+    /// A transfer's memory has failed: nothing more of it is started. It waits to be stopped.
+    pub fn halt(&mut self, id: TransferId) {
+        if let Some(transfer) = self.transfers.get_mut(&id) {
+            transfer.halt();
+            self.settle(id);
+        }
+    }
+
     /// Forgets a transfer that has arrived or been refused.
     pub fn forget(&mut self, id: TransferId) {
         if let Some(mut transfer) = self.transfers.remove(&id) {

@@ -36,7 +36,7 @@ pub(super) struct Transfer {
     pub(super) ended: bool,
     /// [`LinkSender::stop`](super::LinkSender::stop) was called.
     pub(super) stopping: bool,
-    // Its deadline has passed or its gate is closed: it waits to be stopped.
+    // Its deadline has passed, its gate is closed or its memory has failed: it waits to be stopped.
     halted: bool,
     // Something was sent since the last `Drained`.
     undrained: bool,
@@ -131,6 +131,12 @@ impl Transfer {
             self.halted = true;
         }
         self.is_open()
+    }
+
+    /// Starts nothing more.
+    pub(super) fn halt(&mut self) {
+        self.halted = true;
+        self.drop_work();
     }
 
     /// Its place among its class in a round: earliest deadline first, then first come.

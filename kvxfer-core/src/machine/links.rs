@@ -150,6 +150,7 @@ impl Machine {
                 generation,
                 error,
             } => self.slot_corrupt(now, (slot, generation), error),
+            LinkEvent::MemoryFailed { transfer, error } => self.transfer_memory_failed(now, transfer, error),
             LinkEvent::Closed => self.link_closed(now, incarnation),
         }
         self.look_at_fences(now);
@@ -382,6 +383,23 @@ impl Machine {
                 self.pull_read_over(handle);
                 self.end_pull(now, handle, error);
             }
+        }
+    }
+
+    /// The memory of a transfer that is on its link failed: its owner ends with the reason, which stops it.
+    fn transfer_memory_failed(&mut self, now: Time, id: TransferId, error: Error) {
+        let Some(transfer) = self.link_transfers.get(&id) else {
+            return;
+        };
+        if transfer.phase != LinkPhase::Active {
+            return;
+        }
+        match transfer.owner {
+            TransferOwner::Member(peer, claim) => self.end_member_from_source(now, peer, claim, error),
+            TransferOwner::Push(handle) => self.end_push(now, handle, error),
+            TransferOwner::Serve(handle) => self.end_serve(now, handle, error),
+            TransferOwner::ClaimRead(handle, _) => self.end_claim(now, handle, error),
+            TransferOwner::PullRead(handle) => self.end_pull(now, handle, error),
         }
     }
 

@@ -72,7 +72,7 @@ impl Default for TcpConfig {
             backoff_max: Duration::from_secs(1),
             links_max: 1024,
             inline_bytes_max: 32 << 10,
-            staging_buffers_max: 8,
+            staging_buffers_max: 16,
             call_bytes_max: 1 << 20,
             window_bytes_min: 2 << 20,
             window_bytes_max: 64 << 20,

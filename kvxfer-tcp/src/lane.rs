@@ -239,23 +239,21 @@ impl Lane {
         }
     }
 
-    /// Polls copies. True if one has ended.
+    /// Looks at copies under way. True if one has ended: then the lane wants a turn.
     pub(crate) fn poll_copies(&mut self, turn: &Turn<'_>) -> bool {
         match &mut self.phase {
             Phase::Up(reader, ..) => {
-                let before = reader.copies();
-                if let Err(error) = reader.poll_copies(&self.link) {
-                    self.lose(turn, error);
-                    return true;
+                let mut moved = reader.poll_copies(&self.link);
+                if self.writer_copying
+                    && let Some(mut writer) = self.link.lanes[usize::from(self.index)].writer.try_lock()
+                {
+                    moved |= writer.poll_copies(&self.link, turn.now);
+                    self.writer_copying = writer.copying();
                 }
-                let moved = reader.copies() != before;
-                if moved || reader.starved || self.writer_copying {
-                    let starved = self.starved();
-                    let copying = self.writer_copying;
-                    self.turn(turn);
-                    return moved || (starved && !self.starved()) || (copying && !self.writer_copying);
-                }
-                false
+                // What waits for buffers looks for them each time.
+                let starved = reader.starved || self.writer_starved;
+                self.wants_turn |= moved || starved;
+                moved
             }
             Phase::Draining(..) => {
                 self.drain(turn);
@@ -340,13 +338,12 @@ impl Lane {
             return Err(error);
         }
         writer.acknowledge(&mut reader.acks);
-        writer.pump_copies(link, turn.now)?;
         let sent = if writer.writable {
             writer.send(link, self.index, turn.now)?
         } else {
             Sent::Blocked
         };
-        let freed = writer.pump_copies(link, turn.now)?;
+        writer.start_copies(link, turn.now);
         shared
             .idle
             .store(matches!(sent, Sent::Nothing | Sent::All), Ordering::Relaxed);
@@ -355,16 +352,18 @@ impl Lane {
         self.ack_backlog = writer.ack_backlog();
         let settled = std::mem::take(&mut writer.settled);
         let fenced = std::mem::take(&mut writer.gate_fenced);
+        let memory_failed = std::mem::take(&mut writer.memory_failed);
         drop(writer);
+        for (transfer, error) in memory_failed {
+            link.emit(LinkEvent::MemoryFailed { transfer, error });
+        }
         if fenced {
             link.emit(LinkEvent::SlotQuiet);
         }
         if settled {
             link.report();
         }
-        self.wants_turn = sent == Sent::More
-            || (freed && sent != Sent::Blocked)
-            || (reads(reader) && self.ack_backlog < ACK_BACKLOG_MAX);
+        self.wants_turn = sent == Sent::More || (reads(reader) && self.ack_backlog < ACK_BACKLOG_MAX);
         Ok(())
     }
 

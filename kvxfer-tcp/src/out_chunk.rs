@@ -4,7 +4,7 @@ use std::slice;
 use std::sync::Arc;
 
 use crc_fast::{CrcAlgorithm, Digest};
-use kvxfer_core::flow::{ByteStream, Chunk, ChunkName, Gate, OwnedGateGuard, Payload};
+use kvxfer_core::flow::{ByteStream, Chunk, ChunkName, Gate, OwnedGateGuard, Payload, TransferId};
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::wire::lane::{HEADER_BYTES, LaneHeader, TRAILER_BYTES, Trailer};
 use kvxfer_core::{Error, ErrorKind};
@@ -30,6 +30,7 @@ unsafe impl Send for Scratch {}
 pub(crate) struct OutChunk {
     header: [u8; HEADER_BYTES],
     trailer: [u8; TRAILER_BYTES],
+    pub(crate) transfer: TransferId,
     pub(crate) name: ChunkName,
     payload: OutPayload,
     /// Bytes of header, payload and trailer that the socket took.
@@ -68,7 +69,7 @@ struct Source {
 enum Stage {
     /// For a buffer, and for its turn.
     Waiting,
-    Copying(CopyJob),
+    Copying(Box<CopyJob>),
     /// Holds the payload from `from` on.
     Ready(StagingBuffer),
 }
@@ -110,6 +111,7 @@ impl OutChunk {
         OutChunk {
             header: LaneHeader::Chunk(header).encode(),
             trailer: [0; TRAILER_BYTES],
+            transfer: chunk.transfer,
             name: ChunkName {
                 slot: header.slot,
                 generation: header.generation,
@@ -142,17 +144,6 @@ impl OutChunk {
             self.payload,
             OutPayload::Staged {
                 stage: Stage::Copying(_),
-                ..
-            }
-        )
-    }
-
-    /// Whether nothing but the socket holds it up.
-    pub(crate) fn is_ready(&self) -> bool {
-        !matches!(
-            self.payload,
-            OutPayload::Staged {
-                stage: Stage::Waiting | Stage::Copying(_),
                 ..
             }
         )
@@ -294,56 +285,102 @@ impl OutChunk {
         Ok(Some(covered))
     }
 
-    /// Moves a staged payload on; starts a copy only if `start`. False if its source was taken back before any of it was sent. The second value
-    /// says whether a gate became fenced.
-    pub(crate) fn pump(&mut self, staging: &Arc<StagingPool>, start: bool) -> (Result<bool, Error>, bool) {
-        let length = u64::from(self.name.length);
+    /// Starts copying a payload that waits for it, if there is a buffer.
+    pub(crate) fn start_copy(&mut self, staging: &Arc<StagingPool>) -> Pumped {
         let OutPayload::Staged { source, from, stage } = &mut self.payload else {
-            return (Ok(true), false);
+            return Pumped::default();
         };
-        match stage {
-            Stage::Ready(_) => (Ok(true), false),
-            Stage::Waiting => {
-                let Some(guard) = source.gate.enter_owned() else {
-                    if self.sent == 0 {
-                        return (Ok(false), false);
-                    }
-                    self.take_back();
-                    return (Ok(true), false);
-                };
-                let Some(buffer) = start.then(|| staging.take()).flatten() else {
-                    return (Ok(true), guard.leave());
-                };
-                let want = length - *from;
-                let mut segments = Vec::new();
-                let covered = source
-                    .stream
-                    .segments(self.name.offset + *from, want, usize::MAX, &mut segments);
-                if covered != want {
-                    return (Err(short_stream(covered, want)), guard.leave());
+        if !matches!(stage, Stage::Waiting) {
+            return Pumped::default();
+        }
+        let Some(guard) = source.gate.enter_owned() else {
+            return self.source_is_gone(None);
+        };
+        let Some(buffer) = staging.take() else {
+            return Pumped {
+                fenced: guard.leave(),
+                ..Pumped::default()
+            };
+        };
+        let want = u64::from(self.name.length) - *from;
+        let mut segments = Vec::new();
+        let covered = source
+            .stream
+            .segments(self.name.offset + *from, want, usize::MAX, &mut segments);
+        if covered != want {
+            let fenced = guard.leave();
+            return Pumped {
+                fenced,
+                ..self.source_is_gone(Some(short_stream(covered, want)))
+            };
+        }
+        let regions = source.regions.clone();
+        *stage = Stage::Copying(Box::new(CopyJob::start(
+            Direction::Gather,
+            regions,
+            &segments,
+            buffer,
+            (&source.gate, guard),
+        )));
+        Pumped::default()
+    }
+
+    /// Looks at the copy under way, if one is.
+    pub(crate) fn poll_copy(&mut self) -> Pumped {
+        let OutPayload::Staged { stage, .. } = &mut self.payload else {
+            return Pumped::default();
+        };
+        let Stage::Copying(job) = stage else {
+            return Pumped::default();
+        };
+        let Some(outcome) = job.poll() else {
+            return Pumped::default();
+        };
+        let Stage::Copying(job) = std::mem::replace(stage, Stage::Waiting) else {
+            return Pumped::default();
+        };
+        let (buffer, fenced) = job.finish();
+        match outcome {
+            Ok(()) => {
+                *stage = Stage::Ready(buffer);
+                Pumped {
+                    fenced,
+                    ..Pumped::default()
                 }
-                let regions = source.regions.clone();
-                *stage = Stage::Copying(CopyJob::start(Direction::Gather, regions, &segments, buffer, guard));
-                (Ok(true), false)
             }
-            Stage::Copying(job) => {
-                let Some(outcome) = job.poll() else {
-                    return (Ok(true), false);
-                };
-                let Stage::Copying(job) = std::mem::replace(stage, Stage::Waiting) else {
-                    return (Ok(true), false);
-                };
-                let (buffer, fenced) = job.finish();
-                match outcome {
-                    Ok(()) => {
-                        *stage = Stage::Ready(buffer);
-                        (Ok(true), fenced)
-                    }
-                    Err(error) => (Err(error), fenced),
+            Err(error) => {
+                drop(buffer);
+                Pumped {
+                    fenced,
+                    ..self.source_is_gone(Some(error))
                 }
             }
         }
     }
+
+    /// The source cannot be read any more. What is on its way is filled up; what has not begun need not be sent at all.
+    fn source_is_gone(&mut self, failed: Option<Error>) -> Pumped {
+        let unsent = self.sent == 0;
+        if !unsent {
+            self.take_back();
+        }
+        Pumped {
+            taken_back: unsent,
+            failed,
+            fenced: false,
+        }
+    }
+}
+
+/// What became of a chunk that is staged.
+#[derive(Default)]
+pub(crate) struct Pumped {
+    /// Its source is gone before any of it was sent: the chunk is to be dropped.
+    pub(crate) taken_back: bool,
+    /// Its source could not be read.
+    pub(crate) failed: Option<Error>,
+    /// A gate became fenced.
+    pub(crate) fenced: bool,
 }
 
 impl Source {

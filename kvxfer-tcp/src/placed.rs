@@ -68,7 +68,7 @@ pub(crate) fn scatter(
         to.regions.clone(),
         &segments,
         buffer,
-        guard,
+        (&to.gate, guard),
     ))
 }
 

@@ -130,25 +130,35 @@ impl Reader {
         self.readable && !self.starved && self.scatters.len() < SCATTERS_MAX
     }
 
-    /// Polls copies into blocks; counts the chunks that they complete.
-    pub(crate) fn poll_copies(&mut self, link: &LinkCore) -> Result<(), TcpError> {
+    /// Polls copies into blocks; counts the chunks that they complete. True if one has ended. A copy that fails ends its
+    /// slot with the reason; the lane goes on.
+    pub(crate) fn poll_copies(&mut self, link: &LinkCore) -> bool {
+        let mut moved = false;
         while let Some(front) = self.scatters.front_mut() {
+            let mut failed = false;
             if let Some(job) = &mut front.job {
                 let Some(outcome) = job.poll() else {
-                    return Ok(());
+                    return moved;
                 };
                 if front.job.take().is_some_and(|job| job.finish().1) {
                     link.emit(LinkEvent::SlotQuiet);
                 }
-                if let Err(source) = outcome {
+                if let Err(error) = outcome {
+                    failed = true;
                     let slot = front.slot;
-                    return Err(self.corrupt(link, &slot, source));
+                    self.end_slot(link, &slot, error);
                 }
             }
-            let end = front.end.take();
-            self.scatters.pop_front();
-            if let Some((header, end)) = end {
+            moved = true;
+            let Some(front) = self.scatters.pop_front() else {
+                return moved;
+            };
+            if let Some((header, end)) = front.end {
                 let state = match end {
+                    End::Placed if failed => {
+                        link.slots.abandon(&header);
+                        ChunkState::Refused
+                    }
                     End::Placed => link.slots.placed(&header, true),
                     End::Abandoned(state) => {
                         link.slots.abandon(&header);
@@ -158,12 +168,15 @@ impl Reader {
                 self.answer(link, &header, state);
             }
         }
-        Ok(())
+        moved
     }
 
-    /// Copies into blocks under way.
-    pub(crate) fn copies(&self) -> usize {
-        self.scatters.len()
+    /// Chunks that wait for no copy are answered at once. Copies are not polled here: a turn may start several, which
+    /// their device is to get together.
+    fn answer_without_copies(&mut self, link: &LinkCore) {
+        if self.scatters.front().is_some_and(|front| front.job.is_none()) {
+            self.poll_copies(link);
+        }
     }
 
     /// Whether a copy into blocks is under way.
@@ -214,8 +227,7 @@ impl Reader {
 
     /// After [`shut`](Self::shut): whether a copy into blocks still runs. Chunks that were whole are counted.
     pub(crate) fn drain_copies(&mut self, link: &LinkCore) -> bool {
-        // A failed copy has closed its slot by now; the others go on.
-        while self.poll_copies(link).is_err() {}
+        self.poll_copies(link);
         self.acks.clear();
         self.copying()
     }
@@ -540,7 +552,7 @@ impl Reader {
                     end: Some((header, end)),
                     slot: header,
                 });
-                self.poll_copies(link)?;
+                self.answer_without_copies(link);
             }
         }
         Ok(())
@@ -566,18 +578,23 @@ impl Reader {
 
     /// Closes the slot, says why, and gives the error that ends the lane.
     fn corrupt(&self, link: &LinkCore, header: &ChunkHeader, source: Error) -> TcpError {
-        let place = link.place(self.lane);
-        let source = source.at(place.to_string());
+        let source = self.end_slot(link, header, source);
+        TcpError::Peer {
+            place: link.place(self.lane),
+            source: Box::new(source),
+        }
+    }
+
+    /// Closes the slot and says why.
+    fn end_slot(&self, link: &LinkCore, header: &ChunkHeader, error: Error) -> Error {
+        let error = error.at(link.place(self.lane).to_string());
         link.slots.corrupt(header.slot, header.generation);
         link.emit(LinkEvent::SlotCorrupt {
             slot: header.slot,
             generation: header.generation,
-            error: source.clone(),
+            error: error.clone(),
         });
-        TcpError::Peer {
-            place,
-            source: Box::new(source),
-        }
+        error
     }
 
     fn peer_error(&self, link: &LinkCore, source: Error) -> TcpError {

@@ -5,20 +5,20 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
-use kvxfer_core::Time;
-use kvxfer_core::flow::{ChunkName, ChunkState, LaneName};
+use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, TransferId};
+use kvxfer_core::{Error, Time};
 
 use crate::counters::add;
 use crate::error::TcpError;
 use crate::link::LinkCore;
-use crate::out_chunk::{Gathered, OutChunk, Scratch, piece};
+use crate::out_chunk::{Gathered, OutChunk, Pumped, Scratch, piece};
 use crate::staging::StagingPool;
 use crate::sys;
 
 /// Messages in a lane's queue, at most: enough to fill a call with small ones.
 const QUEUE_MAX: usize = 128;
-/// Chunks of a lane that are staged or being staged, at most.
-const STAGED_MAX: usize = 2;
+/// Chunks of a lane that are staged or being staged, at most: some being copied while others are sent.
+const STAGED_MAX: usize = 4;
 /// What a call to [`Writer::send`] came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sent {
@@ -46,6 +46,8 @@ pub(crate) struct Writer {
     pub(crate) settled: bool,
     /// A staged chunk waits for a staging buffer and none is free.
     pub(crate) starved: bool,
+    /// Transfers whose source could not be read, to be reported.
+    pub(crate) memory_failed: Vec<(TransferId, Error)>,
     /// What a submitting thread ran into; the data thread acts on it.
     pub(crate) failed: Option<TcpError>,
     scratch: Scratch,
@@ -76,6 +78,7 @@ impl Writer {
             gate_fenced: false,
             settled: false,
             starved: false,
+            memory_failed: Vec::new(),
             failed: None,
             scratch: Scratch::default(),
         }
@@ -252,47 +255,62 @@ impl Writer {
         }
     }
 
-    /// Moves staged chunks on: starts and polls copies. True if one can be sent that could not before. An error is the
-    /// memory domain's.
-    pub(crate) fn pump_copies(&mut self, link: &LinkCore, now: Time) -> Result<bool, TcpError> {
+    /// Starts copies for staged chunks, while the socket takes anything. Copies are polled by themselves
+    /// ([`poll_copies`](Self::poll_copies)), after all lanes have started theirs, so that a device gets them together.
+    pub(crate) fn start_copies(&mut self, link: &LinkCore, now: Time) {
         self.starved = false;
-        let Some(connection) = &self.connection else {
-            return Ok(false);
+        if !self.writable {
+            return;
+        }
+        let Some(staging) = self.connection.as_ref().map(|connection| connection.staging.clone()) else {
+            return;
         };
-        let mut freed = false;
+        self.each_chunk(link, now, |chunk| chunk.start_copy(&staging));
+        self.starved = self
+            .queue
+            .iter()
+            .any(|item| matches!(item, Item::Chunk(chunk) if chunk.is_waiting()));
+    }
+
+    /// Looks at copies under way. True if one has ended.
+    pub(crate) fn poll_copies(&mut self, link: &LinkCore, now: Time) -> bool {
+        let before = self.copies();
+        self.each_chunk(link, now, OutChunk::poll_copy);
+        self.copies() != before
+    }
+
+    fn copies(&self) -> usize {
+        let copying = |item: &&Item| matches!(item, Item::Chunk(chunk) if chunk.is_copying());
+        self.queue.iter().filter(copying).count()
+    }
+
+    fn each_chunk(&mut self, link: &LinkCore, now: Time, mut act: impl FnMut(&mut OutChunk) -> Pumped) {
+        let Some(name) = self.connection.as_ref().map(|connection| connection.name) else {
+            return;
+        };
         let mut index = 0;
-        while index < self.queue.len() {
-            let Item::Chunk(chunk) = &mut self.queue[index] else {
+        while let Some(item) = self.queue.get_mut(index) {
+            let Item::Chunk(chunk) = item else {
                 index += 1;
                 continue;
             };
-            let before = chunk.is_ready();
-            let (pumped, fenced) = chunk.pump(&connection.staging, self.writable);
-            self.gate_fenced |= fenced;
-            match pumped {
-                Ok(true) => {
-                    freed |= !before && chunk.is_ready();
-                    self.starved |= chunk.is_waiting() && self.writable;
-                    index += 1;
-                }
-                Ok(false) => {
-                    let Some(Item::Chunk(chunk)) = self.queue.remove(index) else {
-                        break;
-                    };
-                    self.queued_bytes -= u64::from(chunk.name.length);
-                    settle_missing(link, connection.name, chunk.name, now);
-                    self.settled = true;
-                    freed = true;
-                }
-                Err(source) => {
-                    return Err(TcpError::Copy {
-                        place: link.place(connection.name),
-                        source: Box::new(source),
-                    });
-                }
+            let pumped = act(chunk);
+            self.gate_fenced |= pumped.fenced;
+            if let Some(error) = pumped.failed {
+                link.sender.lock().halt(chunk.transfer);
+                let place = link.place(name).to_string();
+                self.memory_failed.push((chunk.transfer, error.at(place)));
             }
+            if !pumped.taken_back {
+                index += 1;
+                continue;
+            }
+            let chunk = chunk.name;
+            self.queue.remove(index);
+            self.queued_bytes -= u64::from(chunk.length);
+            settle_missing(link, name, chunk, now);
+            self.settled = true;
         }
-        Ok(freed)
     }
 
     /// Gives staging buffers back while the socket takes nothing: their bytes are gathered again when it does. Called
@@ -308,10 +326,12 @@ impl Writer {
     }
 
     fn fill(&mut self, link: &LinkCore, lane: u16, now: Time) {
-        while self.queued_bytes < u64::from(link.config.call_bytes_max)
-            && self.queue.len() < QUEUE_MAX
-            && self.staged() < STAGED_MAX
-        {
+        // Staged chunks are taken ahead of the socket: they have a copy to make first.
+        let wanted = |writer: &Writer| match writer.staged() {
+            0 => writer.queued_bytes < u64::from(link.config.call_bytes_max),
+            staged => staged < STAGED_MAX,
+        };
+        while self.queue.len() < QUEUE_MAX && wanted(self) {
             let Some(chunk) = link.sender.lock().next_chunk(lane, now) else {
                 return;
             };

@@ -1,16 +1,25 @@
 //! Staging: bounded buffers between sockets and memory that the CPU cannot touch, and the copies in and out of it.
 
+use std::alloc::{Layout, alloc_zeroed, dealloc, handle_alloc_error};
+use std::collections::VecDeque;
 use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
-use kvxfer_core::flow::OwnedGateGuard;
-use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment};
+use kvxfer_core::flow::{Gate, OwnedGateGuard};
+use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment, StagingPin};
 use kvxfer_core::{Error, ErrorKind};
 use parking_lot::Mutex;
 
 /// Bytes of a staging buffer: one chunk.
 pub(crate) const STAGING_BYTES: usize = kvxfer_core::flow::CHUNK_BYTES_MAX as usize;
+/// Buffers are page-locked, which is done to whole pages.
+const STAGING_LAYOUT: Layout = match Layout::from_size_align(STAGING_BYTES, 4096) {
+    Ok(layout) => layout,
+    Err(_) => panic!("a power of two"),
+};
+/// Transfers whose regions a data thread remembers to have verified, at most; older ones are verified again.
+const VERIFIED_MAX: usize = 64;
 
 /// A data thread's staging buffers: allocated at need, kept for reuse, never more than the limit.
 pub(crate) struct StagingPool {
@@ -22,26 +31,55 @@ struct PoolState {
     free: Vec<Memory>,
     allocated: usize,
     in_use: usize,
+    // Newest last.
+    verified: VecDeque<Verified>,
+}
+
+/// Regions that were verified for the transfer, or the slot, behind a gate.
+struct Verified {
+    // Kept, so that no other gate gets its address.
+    gate: Weak<Gate>,
+    regions: Vec<bool>,
 }
 
 /// One allocation, reached through raw pointers only: a device or the kernel may be writing to it.
-struct Memory(NonNull<u8>);
+struct Memory {
+    base: NonNull<u8>,
+    // For each domain that has copied out of it or into it. Undone before the memory is freed.
+    pins: Vec<(Arc<dyn MemoryDomain>, Option<StagingPin>)>,
+}
 
 // SAFETY: the allocation is owned by this value alone.
 unsafe impl Send for Memory {}
 
 impl Memory {
     fn allocate() -> Memory {
-        let memory = Box::leak(vec![0u8; STAGING_BYTES].into_boxed_slice());
-        Memory(NonNull::from(memory).cast())
+        // SAFETY: the layout's size is not zero.
+        let base = unsafe { alloc_zeroed(STAGING_LAYOUT) };
+        let base = NonNull::new(base).unwrap_or_else(|| handle_alloc_error(STAGING_LAYOUT));
+        Memory { base, pins: Vec::new() }
+    }
+
+    fn pin(&mut self, domain: &Arc<dyn MemoryDomain>) -> Result<(), Error> {
+        if self.pins.iter().any(|(pinned, _)| Arc::ptr_eq(pinned, domain)) {
+            return Ok(());
+        }
+        let whole = HostView {
+            pointer: self.base.as_ptr(),
+            length: STAGING_BYTES,
+        };
+        // SAFETY: the allocation is ours and is freed after its pins.
+        let pin = unsafe { domain.pin_staging(whole) }?;
+        self.pins.push((domain.clone(), pin));
+        Ok(())
     }
 }
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let memory = std::ptr::slice_from_raw_parts_mut(self.0.as_ptr(), STAGING_BYTES);
-        // SAFETY: leaked from a box of exactly this length in `allocate`, and freed only here.
-        drop(unsafe { Box::from_raw(memory) });
+        self.pins.clear();
+        // SAFETY: allocated with this layout in `allocate`, and freed only here.
+        unsafe { dealloc(self.base.as_ptr(), STAGING_LAYOUT) };
     }
 }
 
@@ -52,6 +90,7 @@ impl StagingPool {
                 free: Vec::new(),
                 allocated: 0,
                 in_use: 0,
+                verified: VecDeque::new(),
             }),
             buffers_max,
         })
@@ -75,6 +114,34 @@ impl StagingPool {
         })
     }
 
+    /// Verifies the segments' regions, each once for the transfer or slot behind this gate.
+    fn verify(&self, gate: &Arc<Gate>, regions: &[Arc<Region>], segments: &[Segment]) -> Result<(), Error> {
+        let mut state = self.state.lock();
+        let known = |verified: &Verified| std::ptr::eq(verified.gate.as_ptr(), Arc::as_ptr(gate));
+        let place = state.verified.iter().rposition(known);
+        let place = place.unwrap_or_else(|| {
+            if state.verified.len() >= VERIFIED_MAX {
+                state.verified.pop_front();
+            }
+            state.verified.push_back(Verified {
+                gate: Arc::downgrade(gate),
+                regions: vec![false; regions.len()],
+            });
+            state.verified.len() - 1
+        });
+        let verified = &mut state.verified[place].regions;
+        verified.resize(verified.len().max(regions.len()), false);
+        for segment in segments {
+            let index = segment.region as usize;
+            if !verified[index] {
+                let region = &regions[index];
+                region.domain().verify(region)?;
+                verified[index] = true;
+            }
+        }
+        Ok(())
+    }
+
     /// Bytes allocated.
     pub(crate) fn bytes(&self) -> usize {
         self.state.lock().allocated * STAGING_BYTES
@@ -95,7 +162,7 @@ pub(crate) struct StagingBuffer {
 impl StagingBuffer {
     /// The address of the first byte. Only raw access is made through it, since a device may be copying.
     pub(crate) fn pointer(&self) -> *mut u8 {
-        self.memory.0.as_ptr()
+        self.memory.base.as_ptr()
     }
 
     fn view(&self, offset: usize, length: usize) -> HostView {
@@ -151,12 +218,13 @@ impl CopyJob {
         direction: Direction,
         regions: Arc<[Arc<Region>]>,
         segments: &[Segment],
-        buffer: StagingBuffer,
-        gate: OwnedGateGuard,
+        mut buffer: StagingBuffer,
+        (gate, guard): (&Arc<Gate>, OwnedGateGuard),
     ) -> CopyJob {
         let mut runs = Vec::with_capacity(1);
-        let mut failed = None;
+        let mut failed = buffer.pool.verify(gate, &regions, segments).err();
         let mut offset = 0usize;
+        let segments = if failed.is_none() { segments } else { &[] };
         for run in segments.chunk_by(|a, b| same_domain(&regions, a, b)) {
             let bytes: u64 = run.iter().map(|segment| segment.length).sum();
             let view = buffer.view(offset, bytes as usize);
@@ -170,10 +238,10 @@ impl CopyJob {
                 continue;
             }
             let domain = region.domain().clone();
-            let started = match direction {
+            let started = buffer.memory.pin(&domain).and_then(|()| match direction {
                 Direction::Gather => domain.start_gather(&regions, run, view),
                 Direction::Scatter => domain.start_scatter(view, &regions, run),
-            };
+            });
             match started {
                 Ok(ticket) => runs.push((domain, ticket)),
                 Err(error) => {
@@ -184,7 +252,7 @@ impl CopyJob {
         }
         CopyJob {
             held: ManuallyDrop::new(Held {
-                gate,
+                gate: guard,
                 buffer,
                 _regions: regions,
             }),

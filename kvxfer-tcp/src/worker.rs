@@ -273,6 +273,7 @@ impl Worker {
         self.copy_polls = self.copy_polls.saturating_add(1);
         let mut starved = false;
         let mut moved = false;
+        // All are looked at before any starts another copy in its turn: what is started together is copied together.
         for index in std::mem::take(&mut self.copying) {
             self.with_lane(index, |lane, turn| {
                 lane.marked_copying = false;

@@ -5,13 +5,13 @@
 //! which run on a thread of their own, late and out of order, as a device's do. The domain watches how staging
 //! buffers are used and keeps a list of [violations](StagedMemory::violations).
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ffi::c_void;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment};
+use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment, StagingPin};
 use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex};
 use rustix::mm::{MapFlags, ProtFlags};
@@ -41,6 +41,11 @@ impl StagedMemory {
                 pending: Vec::new(),
                 tickets: HashMap::new(),
                 violations: Vec::new(),
+                pinned: Vec::new(),
+                replaced: HashSet::new(),
+                verified: 0,
+                copies_to_fail: 0,
+                failed: HashSet::new(),
                 copies_done: 0,
                 rng: Rng::new(seed),
                 next_ticket: 1,
@@ -91,6 +96,26 @@ impl StagedMemory {
         self.shared.state.lock().violations.clone()
     }
 
+    /// The next copies fail: so many of those that end after this call.
+    pub fn fail_copies(&self, count: u32) {
+        self.shared.state.lock().copies_to_fail = count;
+    }
+
+    /// From now on the region's address is other memory: it was freed and allocated anew.
+    pub fn replace(&self, region: &Region) {
+        self.shared.state.lock().replaced.insert(region.address());
+    }
+
+    /// How often regions were verified.
+    pub fn verified(&self) -> u64 {
+        self.shared.state.lock().verified
+    }
+
+    /// Bytes of staging buffers that are pinned now.
+    pub fn pinned_bytes(&self) -> usize {
+        self.shared.state.lock().pinned.iter().map(|buffer| buffer.length).sum()
+    }
+
     /// Copies finished so far: shows that the staged path was really taken.
     pub fn copies_done(&self) -> u64 {
         self.shared.state.lock().copies_done
@@ -117,6 +142,13 @@ impl StagedMemory {
             address: staging.pointer as usize,
             length: total as usize,
         };
+        if !state.pinned.iter().any(|buffer| buffer.contains(&staging)) {
+            let words = format!(
+                "staging buffer {:#x}+{} was given to a copy without being pinned",
+                staging.address, staging.length
+            );
+            state.violations.push(words);
+        }
         if let Some(other) = state.pending.iter().find(|job| job.staging.overlaps(&staging)) {
             let words = format!(
                 "staging buffer {:#x}+{} was given to a new copy while ticket {} still uses it",
@@ -171,6 +203,40 @@ impl MemoryDomain for StagedMemory {
         None
     }
 
+    unsafe fn pin_staging(&self, staging: HostView) -> Result<Option<StagingPin>> {
+        let buffer = Staging {
+            address: staging.pointer as usize,
+            length: staging.length,
+        };
+        let mut state = self.shared.state.lock();
+        if state.pinned.iter().any(|other| other.overlaps(&buffer)) {
+            let words = format!(
+                "staging buffer {:#x}+{} was pinned twice",
+                buffer.address, buffer.length
+            );
+            state.violations.push(words);
+        }
+        state.pinned.push(buffer);
+        drop(state);
+        Ok(Some(Box::new(Pin {
+            shared: Arc::clone(&self.shared),
+            buffer,
+        })))
+    }
+
+    fn verify(&self, region: &Region) -> Result<()> {
+        let mut state = self.shared.state.lock();
+        state.verified += 1;
+        if state.replaced.contains(&region.address()) {
+            return Err(
+                Error::new(ErrorKind::NotRegistered, format!("region at {:#x}", region.address()))
+                    .because("its memory was freed, and the address belongs to another allocation")
+                    .remedy("keep registered memory until its pool is closed"),
+            );
+        }
+        Ok(())
+    }
+
     fn start_gather(&self, regions: &[Arc<Region>], segments: &[Segment], staging: HostView) -> Result<CopyTicket> {
         self.start(regions, segments, staging, Way::Gather)
     }
@@ -185,7 +251,13 @@ impl MemoryDomain for StagedMemory {
             Some(CopyState::Running) => Ok(CopyState::Running),
             Some(CopyState::Done) => {
                 state.tickets.remove(&ticket);
-                Ok(CopyState::Done)
+                match state.failed.remove(&ticket) {
+                    true => {
+                        Err(Error::new(ErrorKind::ResourceExhausted, "a device copy")
+                            .because("the test wanted it to fail"))
+                    }
+                    false => Ok(CopyState::Done),
+                }
             }
             None => {
                 let words = format!("ticket {} was polled, but is unknown or spent", ticket.0);
@@ -224,6 +296,12 @@ struct State {
     pending: Vec<Job>,
     tickets: HashMap<CopyTicket, CopyState>,
     violations: Vec<String>,
+    pinned: Vec<Staging>,
+    replaced: HashSet<u64>,
+    verified: u64,
+    copies_to_fail: u32,
+    // Whose ticket is to say so.
+    failed: HashSet<CopyTicket>,
     copies_done: u64,
     rng: Rng,
     next_ticket: u64,
@@ -255,8 +333,13 @@ impl Shared {
             if let Some(index) = state.pending.iter().position(|job| job.due <= now || state.closing) {
                 let job = state.pending.swap_remove(index);
                 // The copy itself runs under the lock: whoever polls sees either before or after.
-                let outcome = job.copy();
-                state.violations.extend(outcome.err());
+                if state.copies_to_fail > 0 {
+                    state.copies_to_fail -= 1;
+                    state.failed.insert(job.ticket);
+                } else {
+                    let outcome = job.copy();
+                    state.violations.extend(outcome.err());
+                }
                 state.copies_done += 1;
                 state.tickets.insert(job.ticket, CopyState::Done);
                 continue;
@@ -325,6 +408,23 @@ impl Job {
     }
 }
 
+/// Keeps a buffer pinned.
+struct Pin {
+    shared: Arc<Shared>,
+    buffer: Staging,
+}
+
+impl Drop for Pin {
+    fn drop(&mut self) {
+        let mut state = self.shared.state.lock();
+        state.pinned.retain(|other| other.address != self.buffer.address);
+        if let Some(job) = state.pending.iter().find(|job| job.staging.overlaps(&self.buffer)) {
+            let words = format!("ticket {} runs on a buffer that was unpinned", job.ticket.0);
+            state.violations.push(words);
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy)]
 struct Staging {
     address: usize,
@@ -334,6 +434,10 @@ struct Staging {
 impl Staging {
     fn overlaps(&self, other: &Staging) -> bool {
         self.address < other.address + other.length && other.address < self.address + self.length
+    }
+
+    fn contains(&self, other: &Staging) -> bool {
+        self.address <= other.address && other.address + other.length <= self.address + self.length
     }
 
     /// # Safety
@@ -424,6 +528,11 @@ mod tests {
         }
     }
 
+    fn pin(domain: &StagedMemory, buffer: &mut [u8]) -> Option<StagingPin> {
+        // SAFETY: the tests drop the pin before the buffer.
+        unsafe { domain.pin_staging(view(buffer)) }.unwrap()
+    }
+
     #[test]
     fn bytes_go_out_and_come_back_through_staging() {
         let domain = StagedMemory::new(Duration::from_millis(2), 1).unwrap();
@@ -433,6 +542,7 @@ mod tests {
         regions[1].copy_in(0, &[4, 5]).unwrap();
         let segment = |region, offset, length| Segment { region, offset, length };
         let mut staging = vec![0u8; 5];
+        let _pin = pin(&domain, &mut staging);
         let segments = [segment(0, 10, 3), segment(1, 0, 2)];
         let ticket = domain.start_gather(&regions, &segments, view(&mut staging)).unwrap();
         wait(&domain, ticket);
@@ -457,12 +567,14 @@ mod tests {
             length: 8,
         }];
         let mut staging = vec![7u8; 8];
+        let pinned = pin(&domain, &mut staging);
         let _ = domain.start_scatter(view(&mut staging), &regions, &segments).unwrap();
         let _ = domain.start_gather(&regions, &segments, view(&mut staging)).unwrap();
         assert!(domain.violations()[0].contains("while ticket 1 still uses it"));
         let shared = Arc::clone(&domain.shared);
         drop(regions);
         drop(domain);
+        drop(pinned);
         let violations = shared.state.lock().violations.clone();
         assert!(
             violations.len() >= 2,

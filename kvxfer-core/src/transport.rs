@@ -69,6 +69,8 @@ pub struct Registered {
     /// What peers need to know to reach them one-sidedly, in the transport's own form; empty for transports whose
     /// receiver places. At most [`crate::wire::limits::POOL_KEYS_BYTES_MAX`].
     pub keys: Vec<u8>,
+    /// What devices refused and what is done instead, for people; empty if nothing was.
+    pub notes: Vec<String>,
     /// Keeps the registration; it is given up once this is dropped and no transfer uses it any more.
     pub hold: Box<dyn std::any::Any + Send + Sync>,
 }
@@ -159,6 +161,8 @@ pub struct Path {
     pub rails_down: Vec<String>,
     /// Of how many.
     pub rails_configured: usize,
+    /// What makes it slower than it might be: memory that devices refused and that goes through staging, and why.
+    pub notes: Vec<String>,
 }
 
 /// What a link reports. Called on data threads: must not block, must not call back into the link.

@@ -56,6 +56,27 @@ pub(crate) struct TransferKeys {
     pub(crate) remote: Arc<RemoteRegions>,
 }
 
+impl TransferKeys {
+    /// Why such a transfer cannot be made one-sidedly.
+    pub(crate) fn not_moved(&self) -> Option<Error> {
+        let refused = |why: String| {
+            Some(
+                Error::new(ErrorKind::Closed, "memory that no RDMA device was given")
+                    .at("rdma")
+                    .because(why)
+                    .remedy("name a transport behind it that copies (tcp), or make the memory known to the devices"),
+            )
+        };
+        if let Some(keys) = self.local.iter().find(|keys| keys.is_staged()) {
+            return refused(keys.refusals().to_owned());
+        }
+        self.remote
+            .is_staged()
+            .then(|| refused("the peer's pool goes through staging".to_owned()))
+            .flatten()
+    }
+}
+
 /// What becomes of a transfer that was submitted.
 pub(crate) enum Entry {
     /// It goes to the sender now.

@@ -244,6 +244,7 @@ impl Link for TcpLink {
                 .filter_map(|lane| lane.loss.lock().clone())
                 .collect(),
             rails_configured: self.core.lanes.len(),
+            notes: Vec::new(),
         }
     }
 }

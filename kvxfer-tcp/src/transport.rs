@@ -122,6 +122,7 @@ impl Transport for TcpTransport {
     fn register(&self, _: &[Arc<Region>], _: RegionAccess) -> Result<Registered> {
         Ok(Registered {
             keys: Vec::new(),
+            notes: Vec::new(),
             hold: Box::new(()),
         })
     }

@@ -30,6 +30,8 @@ pub(crate) struct Transports {
 pub(crate) struct PoolRegistration {
     /// For peers, by transport.
     pub(crate) keys: Vec<(String, Vec<u8>)>,
+    /// What devices refused and what is done instead, for people.
+    pub(crate) notes: Vec<String>,
     holds: Vec<Box<dyn std::any::Any + Send + Sync>>,
 }
 
@@ -99,7 +101,9 @@ impl Transports {
     pub(crate) fn register(&self, regions: &[Arc<Region>], access: RegionAccess) -> Result<PoolRegistration> {
         let mut made = PoolRegistration::default();
         for transport in &self.list {
-            let Registered { keys, hold } = transport.register(regions, access)?;
+            let Registered { keys, notes, hold } = transport.register(regions, access)?;
+            made.notes
+                .extend(notes.into_iter().map(|note| format!("{}: {note}", transport.name())));
             if !keys.is_empty() {
                 made.keys.push((transport.name().to_owned(), keys));
             }

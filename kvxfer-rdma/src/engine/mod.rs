@@ -64,6 +64,8 @@ pub(crate) enum Task {
     Watch(Arc<LinkCore>),
     /// End a link that had no rail.
     EndLink(Arc<LinkCore>),
+    /// The link cannot do what it was asked for.
+    Fail(Arc<LinkCore>, Error),
 }
 
 impl EngineShared {
@@ -202,6 +204,7 @@ impl Engine {
                     }
                 }
                 Task::EndLink(link) => link.end_alone(),
+                Task::Fail(link, error) => link.fail(error),
             }
         }
         any

@@ -34,6 +34,12 @@ impl Link for RdmaLink {
                 .because("it does not say where its bytes go at the peer"));
         };
         let keys = core.outbound.resolve(remote, &spec.regions, &core.transport.registry)?;
+        if let Some(error) = keys.not_moved() {
+            // The next transport takes this transfer and all others: an engine says so, since the caller may hold what a
+            // report would take.
+            core.engine(0).push(Task::Fail(core.clone(), error.clone()));
+            return Err(error);
+        }
         let id = spec.id;
         // The sender's lock comes first, always: whoever moves a transfer from one to the other holds both.
         let mut sender = core.sender.lock();
@@ -158,6 +164,7 @@ impl Link for RdmaLink {
             rails: core.rails.iter().filter_map(|rail| rail.name.lock().clone()).collect(),
             rails_down: core.rails_down(),
             rails_configured: core.rails.iter().filter(|rail| rail.place.get().is_some()).count(),
+            notes: core.transport.registry.notes(),
         }
     }
 }

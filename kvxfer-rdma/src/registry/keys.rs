@@ -7,10 +7,11 @@ use kvxfer_core::wire::limits::POOL_KEYS_BYTES_MAX;
 use kvxfer_core::{Error, ErrorKind, Result};
 use serde::{Deserialize, Serialize};
 
-use super::RegionKeys;
+use super::chunks::Chunks;
+use super::{Reach, RegionKeys};
 
 /// Version of the format below. Another one is refused: keys of a pool are useless if not understood whole.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 /// Devices that a pool can be registered on.
 pub const DEVICES_MAX: usize = 32;
 /// Regions of a pool.
@@ -18,100 +19,12 @@ pub const REGIONS_MAX: usize = 4096;
 /// What chunk edges are aligned to, on both sides of the wire.
 pub const PAGE_BYTES: u64 = 4096;
 
-/// What the encoding takes at most: a key, a region without its keys, and what comes before the regions.
+/// What the encoding takes at most: a key, an edge between mappings, a region without those, and what comes before the
+/// regions.
 pub(super) const KEY_BYTES_MAX: usize = 5;
-pub(super) const REGION_BYTES_MAX: usize = 3 * 10 + 5;
+pub(super) const EDGE_BYTES_MAX: usize = 10;
+pub(super) const REGION_BYTES_MAX: usize = 3 * 10 + 2 * 5 + 2;
 pub(super) const HEADER_BYTES_MAX: usize = 4 + 5;
-
-/// Where a region is cut into registrations: every `chunk_bytes` from the page that its first byte is in, so that all
-/// edges but the region's own lie between pages.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Chunks {
-    base: u64,
-    length: u64,
-    chunk_bytes: u64,
-    // Of the first byte, from the start of its page.
-    lead: u64,
-    count: usize,
-}
-
-/// Where a byte is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Place {
-    pub(super) chunk: usize,
-    pub(super) address: u64,
-    pub(super) until_edge: u64,
-}
-
-impl Chunks {
-    /// `None` if the length is zero, the chunk size not a positive number of pages, or something overflows.
-    pub(super) fn new(base: u64, length: u64, chunk_bytes: u64) -> Option<Chunks> {
-        let lead = base % PAGE_BYTES;
-        if length == 0 || chunk_bytes == 0 || !chunk_bytes.is_multiple_of(PAGE_BYTES) {
-            return None;
-        }
-        base.checked_add(length)?;
-        let count = lead.checked_add(length)?.div_ceil(chunk_bytes);
-        Some(Chunks {
-            base,
-            length,
-            chunk_bytes,
-            lead,
-            count: usize::try_from(count).ok()?,
-        })
-    }
-
-    pub(super) fn base(&self) -> u64 {
-        self.base
-    }
-
-    pub(super) fn length(&self) -> u64 {
-        self.length
-    }
-
-    pub(super) fn count(&self) -> usize {
-        self.count
-    }
-
-    /// Address of a chunk's first byte. The chunk exists.
-    pub(super) fn start(&self, chunk: usize) -> u64 {
-        match chunk {
-            0 => self.base,
-            chunk => self.base - self.lead + chunk as u64 * self.chunk_bytes,
-        }
-    }
-
-    /// Bytes of a chunk. The chunk exists.
-    pub(super) fn bytes(&self, chunk: usize) -> u64 {
-        let end = match chunk + 1 {
-            next if next < self.count => self.start(next),
-            _ => self.base + self.length,
-        };
-        end - self.start(chunk)
-    }
-
-    #[inline]
-    pub(super) fn locate(&self, offset: u64) -> Option<Place> {
-        if offset >= self.length {
-            return None;
-        }
-        let in_region = self.length - offset;
-        if self.count == 1 {
-            return Some(Place {
-                chunk: 0,
-                address: self.base + offset,
-                until_edge: in_region,
-            });
-        }
-        let from_page = self.lead + offset;
-        let in_chunk = from_page % self.chunk_bytes;
-        Some(Place {
-            chunk: (from_page / self.chunk_bytes) as usize,
-            address: self.base + offset,
-            until_edge: in_region.min(self.chunk_bytes - in_chunk),
-        })
-    }
-}
 
 #[derive(Serialize, Deserialize)]
 struct Wire {
@@ -123,33 +36,47 @@ struct Wire {
 }
 
 #[derive(Serialize, Deserialize)]
-struct WireRegion {
-    base: u64,
-    length: u64,
-    chunk_bytes: u64,
-    /// By device, then chunk.
-    rkeys: Vec<u32>,
+enum WireRegion {
+    Registered {
+        base: u64,
+        length: u64,
+        chunk_bytes: u64,
+        /// Where mappings begin, but for the first.
+        edges: Vec<u64>,
+        /// The owner's processor can read it too.
+        visible: bool,
+        /// By device, then chunk.
+        rkeys: Vec<u32>,
+    },
+    /// No device can be given it: its owner copies.
+    Staged { length: u64 },
 }
 
 /// What peers are told.
 pub(super) fn encode(devices: usize, regions: &[Arc<RegionKeys>], access: RegionAccess) -> Result<Vec<u8>> {
+    let wire_region = |region: &Arc<RegionKeys>| match &region.reach {
+        Reach::Devices { chunks, devices } => WireRegion::Registered {
+            base: chunks.base(),
+            length: chunks.length(),
+            chunk_bytes: chunks.chunk_bytes(),
+            edges: chunks.edges().collect(),
+            visible: region.is_visible(),
+            rkeys: devices.iter().flatten().map(|chunk| chunk.rkey).collect(),
+        },
+        Reach::Staging => WireRegion::Staged {
+            length: region.region.length(),
+        },
+    };
     let wire = Wire {
         version: VERSION,
         devices: devices as u8,
         serves: access.serves,
         receives: access.receives,
-        regions: regions
-            .iter()
-            .map(|region| WireRegion {
-                base: region.chunks.base,
-                length: region.chunks.length,
-                chunk_bytes: region.chunks.chunk_bytes,
-                rkeys: region.devices.iter().flatten().map(|chunk| chunk.rkey).collect(),
-            })
-            .collect(),
+        regions: regions.iter().map(wire_region).collect(),
     };
-    postcard::to_stdvec(&wire)
-        .map_err(|error| Error::new(ErrorKind::Internal, "pool keys were not written").because(error.to_string()))
+    let bytes = postcard::to_stdvec(&wire)
+        .map_err(|error| Error::new(ErrorKind::Internal, "pool keys were not written").because(error.to_string()))?;
+    Ok(bytes)
 }
 
 /// A peer's pool: how to reach its regions one-sidedly.
@@ -161,9 +88,13 @@ pub struct RemoteRegions {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct RemoteRegion {
-    chunks: Chunks,
-    rkeys: Vec<u32>,
+enum RemoteRegion {
+    Registered {
+        chunks: Chunks,
+        rkeys: Vec<u32>,
+        visible: bool,
+    },
+    Staged,
 }
 
 /// How work requests name a run of a peer's region.
@@ -241,17 +172,30 @@ impl RemoteRegions {
         self.access
     }
 
+    /// Whether no device was given some of its regions: their owner copies what goes in and out.
+    pub fn is_staged(&self) -> bool {
+        self.regions.contains(&RemoteRegion::Staged)
+    }
+
+    /// Whether its owner's processor can look at what lands in all of its regions.
+    pub fn is_visible(&self) -> bool {
+        let visible = |region: &RemoteRegion| matches!(region, RemoteRegion::Registered { visible: true, .. });
+        self.regions.iter().all(visible)
+    }
+
     /// How a work request that goes to the peer's device `device` names `length` bytes from `offset` of `region`.
     /// `None` if the region or the device is not there, or the run is empty where the region ends or reaches beyond
     /// it. The run may be longer than `until_edge`: what lies beyond has another key.
     #[inline]
     pub fn locate(&self, region: u32, offset: u64, length: u64, device: usize) -> Option<RemoteKey> {
-        let region = self.regions.get(region as usize)?;
-        if device >= self.devices || offset.checked_add(length)? > region.chunks.length {
+        let RemoteRegion::Registered { chunks, rkeys, .. } = self.regions.get(region as usize)? else {
+            return None;
+        };
+        if device >= self.devices || offset.checked_add(length)? > chunks.length() {
             return None;
         }
-        let place = region.chunks.locate(offset)?;
-        let rkey = *region.rkeys.get(device * region.chunks.count + place.chunk)?;
+        let place = chunks.locate(offset)?;
+        let rkey = *rkeys.get(device * chunks.count() + place.chunk)?;
         Some(RemoteKey {
             address: place.address,
             rkey,
@@ -263,15 +207,22 @@ impl RemoteRegions {
 impl RemoteRegion {
     fn read(index: usize, wire: WireRegion, devices: usize) -> Result<RemoteRegion> {
         let bad = |why: &str| malformed(format!("region {index}: {why}"));
-        let chunks = Chunks::new(wire.base, wire.length, wire.chunk_bytes)
-            .ok_or_else(|| bad("its range or its chunk size is not possible"))?;
-        if chunks.count.checked_mul(devices) != Some(wire.rkeys.len()) {
+        let (chunks, rkeys, visible) = match wire {
+            WireRegion::Staged { .. } => return Ok(RemoteRegion::Staged),
+            WireRegion::Registered {
+                base,
+                length,
+                chunk_bytes,
+                edges,
+                visible,
+                rkeys,
+            } => (Chunks::new(base, length, chunk_bytes, &edges), rkeys, visible),
+        };
+        let chunks = chunks.ok_or_else(|| bad("its range, its mappings or its chunk size is not possible"))?;
+        if chunks.count().checked_mul(devices) != Some(rkeys.len()) {
             return Err(bad("it has not one key for each chunk and device"));
         }
-        Ok(RemoteRegion {
-            chunks,
-            rkeys: wire.rkeys,
-        })
+        Ok(RemoteRegion::Registered { chunks, rkeys, visible })
     }
 }
 
@@ -297,17 +248,19 @@ mod tests {
             regions: regions
                 .iter()
                 .map(|&(base, length, chunk_bytes)| {
-                    let count = Chunks::new(base, length, chunk_bytes).map_or(0, |chunks| chunks.count);
+                    let count = Chunks::new(base, length, chunk_bytes, &[]).map_or(0, |chunks| chunks.count());
                     let rkeys = (0..count * usize::from(devices))
                         .map(|_| {
                             next += 1;
                             next
                         })
                         .collect();
-                    WireRegion {
+                    WireRegion::Registered {
                         base,
                         length,
                         chunk_bytes,
+                        edges: Vec::new(),
+                        visible: true,
                         rkeys,
                     }
                 })
@@ -347,6 +300,16 @@ mod tests {
     }
 
     #[test]
+    fn staged_regions_have_no_keys() {
+        let mut some = wire(1, &[(4096, 4096, 4096)]);
+        assert!(!RemoteRegions::parse(&bytes(&some)).unwrap().is_staged());
+        some.regions.push(WireRegion::Staged { length: 100 });
+        let remote = RemoteRegions::parse(&bytes(&some)).unwrap();
+        assert!(remote.is_staged() && !remote.is_visible());
+        assert!(remote.locate(0, 0, 1, 0).is_some() && remote.locate(1, 0, 1, 0).is_none());
+    }
+
+    #[test]
     fn what_no_registry_writes_is_refused() {
         let refused = |wire: &Wire| RemoteRegions::parse(&bytes(wire)).unwrap_err().kind();
         assert_eq!(refused(&wire(1, &[(u64::MAX - 10, 11, 4096)])), ErrorKind::Protocol);
@@ -355,15 +318,24 @@ mod tests {
         assert_eq!(refused(&wire(1, &[(4096, 10, 4095)])), ErrorKind::Protocol);
         assert_eq!(refused(&wire(33, &[])), ErrorKind::Protocol);
         let mut short = wire(2, &[(4096, 8192, 4096)]);
-        short.regions[0].rkeys.pop();
+        let WireRegion::Registered { rkeys, .. } = &mut short.regions[0] else {
+            panic!("it was just made");
+        };
+        rkeys.pop();
         assert_eq!(refused(&short), ErrorKind::Protocol);
+        let mut torn = wire(1, &[(4096, 4096, 4096)]);
+        let WireRegion::Registered { edges, .. } = &mut torn.regions[0] else {
+            panic!("it was just made");
+        };
+        edges.push(4096);
+        assert_eq!(refused(&torn), ErrorKind::Protocol);
         let mut many = wire(1, &[]);
         many.regions = (0..REGIONS_MAX + 1)
             .map(|_| wire(1, &[(4096, 1, 4096)]).regions.remove(0))
             .collect();
         assert_eq!(refused(&many), ErrorKind::Protocol);
         let mut other = wire(1, &[]);
-        other.version = 2;
+        other.version = VERSION + 1;
         assert_eq!(refused(&other), ErrorKind::Unsupported);
         let mut long = bytes(&wire(1, &[(4096, 10, 4096)]));
         long.push(0);
@@ -375,39 +347,20 @@ mod tests {
     fn the_encoding_is_as_small_as_promised() {
         let mut largest = wire(1, &[]);
         largest.regions = (0..200)
-            .map(|_| WireRegion {
+            .map(|_| WireRegion::Registered {
                 base: u64::MAX,
                 length: u64::MAX,
                 chunk_bytes: u64::MAX,
+                edges: vec![u64::MAX; 50],
+                visible: true,
                 rkeys: vec![u32::MAX; 200],
             })
             .collect();
-        let most = HEADER_BYTES_MAX + 200 * (REGION_BYTES_MAX + 200 * KEY_BYTES_MAX);
+        let most = HEADER_BYTES_MAX + 200 * (REGION_BYTES_MAX + 50 * EDGE_BYTES_MAX + 200 * KEY_BYTES_MAX);
         assert!(bytes(&largest).len() <= most, "{} > {most}", bytes(&largest).len());
     }
 
     proptest! {
-        /// Chunks tile the region without gap or overlap, all edges inside it lie between pages, and every byte is found
-        /// in the chunk that holds it.
-        #[test]
-        fn chunks_tile_the_region(base in 0u64..1 << 40, length in 1u64..1 << 20, pages in 1u64..40, at in any::<prop::sample::Index>()) {
-            let chunks = Chunks::new(base, length, pages * PAGE_BYTES).unwrap();
-            let mut end = base;
-            for chunk in 0..chunks.count() {
-                prop_assert_eq!(chunks.start(chunk), end);
-                prop_assert!(chunk == 0 || end % PAGE_BYTES == 0);
-                prop_assert!((1..=pages * PAGE_BYTES).contains(&chunks.bytes(chunk)));
-                end += chunks.bytes(chunk);
-            }
-            prop_assert_eq!(end, base + length);
-            let offset = at.index(length as usize) as u64;
-            let place = chunks.locate(offset).unwrap();
-            prop_assert_eq!(place.address, base + offset);
-            prop_assert!(chunks.start(place.chunk) <= place.address);
-            prop_assert_eq!(place.address + place.until_edge, chunks.start(place.chunk) + chunks.bytes(place.chunk));
-            prop_assert_eq!(chunks.locate(length), None);
-        }
-
         #[test]
         fn any_bytes_are_read_or_refused(mut bytes in prop::collection::vec(any::<u8>(), 0..300), versioned in any::<bool>()) {
             if let (true, Some(first)) = (versioned, bytes.first_mut()) {
@@ -440,22 +393,26 @@ mod tests {
             return;
         };
         for (index, region) in remote.regions.iter().enumerate() {
+            let RemoteRegion::Registered { chunks, .. } = region else {
+                assert!(remote.locate(index as u32, 0, 1, 0).is_none());
+                continue;
+            };
             for offset in [
                 0,
                 1,
-                region.chunks.length / 2,
-                region.chunks.length - 1,
-                region.chunks.length,
+                chunks.length() / 2,
+                chunks.length() - 1,
+                chunks.length(),
                 u64::MAX,
             ] {
                 for device in 0..=remote.devices {
                     let Some(key) = remote.locate(index as u32, offset, 1, device) else {
-                        assert!(device == remote.devices || offset >= region.chunks.length);
+                        assert!(device == remote.devices || offset >= chunks.length());
                         continue;
                     };
                     assert!(key.until_edge >= 1);
-                    assert!(key.address >= region.chunks.base);
-                    assert!(key.address + key.until_edge <= region.chunks.base + region.chunks.length);
+                    assert!(key.address >= chunks.base());
+                    assert!(key.address + key.until_edge <= chunks.base() + chunks.length());
                 }
             }
         }

@@ -1,7 +1,11 @@
 //! Registration: a pool's regions on every device in use, and what peers need to reach them.
 //!
 //! * A region is registered in *chunks* of at most the smallest `max_mr_size` of the devices; all devices share the
-//!   chunk edges, so that one number tells where a work request must be cut.
+//!   chunk edges, so that one look-up tells where a work request must be cut. Memory of several mappings has an edge at
+//!   each: no registration crosses one.
+//! * Memory that the host cannot see is offered as dmabufs first, then by its address, which a device takes if its driver
+//!   knows the memory's driver (peer memory). If a device takes neither, the region goes through *staging* on all of them:
+//!   peers are told that its owner copies. Each refusal is kept for people.
 //! * Rights are the least that the pool's role needs. A pool that receives is writable by peers; only one that serves is
 //!   readable. The flush after a fence reads the region on the device itself: a pool that only receives
 //!   has a second registration of one page of each chunk for that, whose key no peer is told.
@@ -10,11 +14,12 @@
 //!   milliseconds per gibibyte: neither the caller who drops a pool nor the data thread that drops the last use waits.
 //!   The regions' memory is let go of after that.
 
+mod chunks;
 mod keys;
 mod register;
 mod retire;
 
-use std::collections::HashMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -23,6 +28,7 @@ use kvxfer_core::transport::{RegionAccess, Registered};
 use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::RwLock;
 
+use chunks::Chunks;
 pub use keys::{DEVICES_MAX, PAGE_BYTES, REGIONS_MAX, RemoteKey, RemoteRegions};
 pub use register::RegistryOptions;
 
@@ -49,9 +55,23 @@ struct Inner {
 pub struct RegionKeys {
     region: Arc<Region>,
     access: RegionAccess,
-    chunks: keys::Chunks,
-    devices: Vec<Vec<ChunkKeys>>,
+    reach: Reach,
+    // Why it is not reached in a better way, for people; empty if it is.
+    refusals: String,
     retirement: Retirement,
+}
+
+/// How devices get at a region.
+#[derive(Debug)]
+enum Reach {
+    /// By themselves.
+    Devices {
+        chunks: Chunks,
+        /// By device, then chunk.
+        devices: Vec<Vec<ChunkKeys>>,
+    },
+    /// Not at all: its domain copies to and from memory that they have.
+    Staging,
 }
 
 /// The registrations of one chunk on one device.
@@ -116,25 +136,29 @@ impl Registry {
     /// Registers the regions on every device, in parallel within the configured bound. Slow: pages are pinned.
     ///
     /// # Errors
-    /// What a device refuses, with the limit and the need; `Unsupported` for memory that is neither the host's nor
-    /// offered as a dmabuf; `ResourceExhausted` if the keys are too many for a peer to be told. Nothing stays
-    /// registered then.
+    /// What a device refuses, with the limit and the need; `ResourceExhausted` if the keys are too many for a peer to be
+    /// told. Nothing stays registered then. Memory that the host cannot see and that a device refuses is no error: it
+    /// goes through staging, and [`Registered::notes`] says why.
     pub fn register(&self, regions: &[Arc<Region>], access: RegionAccess) -> Result<Registered> {
         let devices = &self.inner.devices;
         let registered = register::register(devices, &self.inner.options, regions, access)?;
         let made: Vec<Arc<RegionKeys>> = registered
             .into_iter()
-            .map(|(region, chunks, devices)| {
+            .map(|made| {
                 Arc::new(RegionKeys {
-                    region,
+                    region: made.region,
                     access,
-                    chunks,
-                    devices,
+                    reach: made.reach,
+                    refusals: made.refusals,
                     retirement: self.inner.retirement.clone(),
                 })
             })
             .collect();
         let keys = keys::encode(devices.len(), &made, access)?;
+        let notes = notes(&made);
+        for note in &notes {
+            tracing::info!(note, "registered");
+        }
         let mut map = self.inner.regions.write();
         for entry in &made {
             map.entry(identity(&entry.region)).or_default().push(entry.clone());
@@ -142,6 +166,7 @@ impl Registry {
         drop(map);
         Ok(Registered {
             keys,
+            notes,
             hold: Box::new(Hold {
                 registry: Arc::downgrade(&self.inner),
                 regions: made,
@@ -174,6 +199,12 @@ impl Registry {
         map.values().flatten().map(|keys| keys.region.clone()).collect()
     }
 
+    /// What registrations were refused, and what is done instead: for people.
+    pub fn notes(&self) -> Vec<String> {
+        let map = self.inner.regions.read();
+        notes(map.values().flatten())
+    }
+
     /// Regions that are registered and can be found.
     pub fn len(&self) -> usize {
         self.inner.regions.read().values().map(Vec::len).sum()
@@ -201,11 +232,30 @@ impl RegionKeys {
         self.access
     }
 
-    /// How our own work requests on device `device` name the bytes from `offset` on; `None` outside of the region.
+    /// Whether no device was given it: what goes in and out is copied by its domain.
+    pub fn is_staged(&self) -> bool {
+        matches!(self.reach, Reach::Staging)
+    }
+
+    /// Which better ways of registering it were refused, and why; empty if none was.
+    pub fn refusals(&self) -> &str {
+        &self.refusals
+    }
+
+    /// Whether the processor can read it.
+    pub fn is_visible(&self) -> bool {
+        self.region.host_view(0, self.region.length()).is_some()
+    }
+
+    /// How our own work requests on device `device` name the bytes from `offset` on; `None` outside of the region, and
+    /// for one that goes through staging.
     #[inline]
     pub fn local(&self, device: usize, offset: u64) -> Option<LocalKey> {
-        let place = self.chunks.locate(offset)?;
-        let chunk = self.devices.get(device)?.get(place.chunk)?;
+        let Reach::Devices { chunks, devices } = &self.reach else {
+            return None;
+        };
+        let place = chunks.locate(offset)?;
+        let chunk = devices.get(device)?.get(place.chunk)?;
         Some(LocalKey {
             address: place.address,
             lkey: chunk.lkey,
@@ -216,21 +266,48 @@ impl RegionKeys {
     /// What loopback reads on device `device` read to flush all writes to the region: one target per chunk. Empty
     /// for regions that no peer may write.
     pub fn flush_targets(&self, device: usize) -> impl Iterator<Item = FlushTarget> + '_ {
-        let chunks = self.devices.get(device).map_or(&[][..], Vec::as_slice);
-        chunks
-            .iter()
-            .enumerate()
+        let registered = match &self.reach {
+            Reach::Devices { chunks, devices } => devices.get(device).map(|keys| (chunks, keys)),
+            Reach::Staging => None,
+        };
+        registered
             .filter(|_| self.access.receives)
-            .map(|(index, chunk)| FlushTarget {
-                address: self.chunks.start(index),
-                rkey: chunk.flush_rkey,
+            .into_iter()
+            .flat_map(|(chunks, keys)| {
+                keys.iter().enumerate().map(|(index, chunk)| FlushTarget {
+                    address: chunks.start(index),
+                    rkey: chunk.flush_rkey,
+                })
             })
     }
 }
 
+/// One line for all regions of a kind that were refused the same.
+fn notes<'a>(regions: impl IntoIterator<Item = &'a Arc<RegionKeys>>) -> Vec<String> {
+    let mut kinds: BTreeMap<(&str, bool, &str), usize> = BTreeMap::new();
+    for keys in regions {
+        if !keys.refusals.is_empty() {
+            let kind = (keys.region.domain().name(), keys.is_staged(), keys.refusals.as_str());
+            *kinds.entry(kind).or_default() += 1;
+        }
+    }
+    let line = |((domain, staged, refusals), count): ((&str, bool, &str), usize)| {
+        let regions = if count == 1 { "1 region" } else { "regions" };
+        let count = if count == 1 { String::new() } else { format!("{count} ") };
+        match staged {
+            true => format!("{domain} memory ({count}{regions}) goes through staging: {refusals}"),
+            false => format!("{domain} memory ({count}{regions}) is registered in another way: {refusals}"),
+        }
+    };
+    kinds.into_iter().map(line).collect()
+}
+
 impl Drop for RegionKeys {
     fn drop(&mut self) {
-        let memory = self.devices.drain(..).flatten().flat_map(|chunk| {
+        let Reach::Devices { devices, .. } = &mut self.reach else {
+            return;
+        };
+        let memory = devices.drain(..).flatten().flat_map(|chunk| {
             let ChunkKeys { memory, flush, .. } = chunk;
             [Some(memory), flush].into_iter().flatten()
         });

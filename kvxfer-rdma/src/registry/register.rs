@@ -12,8 +12,9 @@ use kvxfer_core::wire::limits::POOL_KEYS_BYTES_MAX;
 use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
-use super::ChunkKeys;
-use super::keys::{Chunks, HEADER_BYTES_MAX, KEY_BYTES_MAX, PAGE_BYTES, REGION_BYTES_MAX, REGIONS_MAX};
+use super::chunks::Chunks;
+use super::keys::{EDGE_BYTES_MAX, HEADER_BYTES_MAX, KEY_BYTES_MAX, PAGE_BYTES, REGION_BYTES_MAX, REGIONS_MAX};
+use super::{ChunkKeys, Reach};
 use crate::verbs::{Access, MemoryRegion, ProtectionDomain, VerbsError};
 
 /// How regions are registered.
@@ -40,8 +41,13 @@ impl Default for RegistryOptions {
     }
 }
 
-/// A region, where its chunks are, and per device their keys.
-pub(super) type RegisteredRegion = (Arc<Region>, Chunks, Vec<Vec<ChunkKeys>>);
+/// A region and how devices reach it.
+pub(super) struct RegisteredRegion {
+    pub(super) region: Arc<Region>,
+    pub(super) reach: Reach,
+    /// What was refused on the way, for people.
+    pub(super) refusals: String,
+}
 
 /// Registers everything, or nothing.
 pub(super) fn register(
@@ -69,7 +75,8 @@ pub(super) fn register(
             })
         })
         .collect();
-    check_key_count(jobs.len(), regions.len(), devices.len())?;
+    let edges = sources.iter().map(|source| source.chunks.edges().count()).sum();
+    check_key_count(jobs.len(), edges, regions.len(), devices.len())?;
     let work = Work {
         devices,
         options,
@@ -80,6 +87,8 @@ pub(super) fn register(
         failed: AtomicBool::new(false),
         results: Mutex::new(Results {
             made: jobs.iter().map(|_| None).collect(),
+            refusals: sources.iter().map(|source| source.refusals.clone()).collect(),
+            staged: sources.iter().map(|source| source.ways().is_empty()).collect(),
             bytes: 0,
             error: None,
             started: Instant::now(),
@@ -93,24 +102,34 @@ pub(super) fn register(
     if let Some(error) = results.error {
         return Err(error);
     }
-    let mut made = results.made.into_iter().flatten();
+    let mut made = results.made.into_iter();
     let mut per_region: Vec<Vec<Vec<ChunkKeys>>> = sources.iter().map(|_| Vec::new()).collect();
     for _ in devices {
         for (source, keys) in sources.iter().zip(&mut per_region) {
-            keys.push(made.by_ref().take(source.chunks.count()).collect());
+            keys.push(made.by_ref().take(source.chunks.count()).flatten().collect());
         }
     }
-    Ok(regions
-        .iter()
-        .zip(sources)
-        .zip(per_region)
-        .map(|((region, source), keys)| (region.clone(), source.chunks, keys))
+    let refused = results.staged.into_iter().zip(results.refusals);
+    let all = regions.iter().zip(sources).zip(per_region).zip(refused);
+    Ok(all
+        .map(|(((region, source), keys), (staged, refusals))| RegisteredRegion {
+            region: region.clone(),
+            // What some device took of it is given back here.
+            reach: match staged {
+                true => Reach::Staging,
+                false => Reach::Devices {
+                    chunks: source.chunks,
+                    devices: keys,
+                },
+            },
+            refusals: refusals.join("; "),
+        })
         .collect())
 }
 
 /// Refuses what a peer cannot be told, before anything is pinned.
-fn check_key_count(keys: usize, regions: usize, devices: usize) -> Result<()> {
-    let bytes = regions * REGION_BYTES_MAX + keys * KEY_BYTES_MAX + HEADER_BYTES_MAX;
+fn check_key_count(keys: usize, edges: usize, regions: usize, devices: usize) -> Result<()> {
+    let bytes = regions * REGION_BYTES_MAX + edges * EDGE_BYTES_MAX + keys * KEY_BYTES_MAX + HEADER_BYTES_MAX;
     if bytes <= POOL_KEYS_BYTES_MAX {
         return Ok(());
     }
@@ -145,9 +164,40 @@ fn chunk_bytes(devices: &[ProtectionDomain], options: &RegistryOptions) -> u64 {
 struct Source {
     chunks: Chunks,
     place: String,
-    // Tried first where there is one.
-    dmabuf: Option<DmaBuf>,
-    host: bool,
+    /// Tried first, one for each mapping; none if its domain makes none.
+    dmabufs: Vec<DmaBuf>,
+    /// Tried next: registration by address.
+    address: Option<ByAddress>,
+    /// A refusal is no failure: the region then goes through staging.
+    may_be_staged: bool,
+    /// What was refused before any device was asked.
+    refusals: Vec<String>,
+}
+
+/// What makes an address one that a device may know.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ByAddress {
+    /// It is the host's memory.
+    Host,
+    /// The device's driver may know the memory's.
+    Peer,
+}
+
+/// A way of registering.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    DmaBuf,
+    Address(ByAddress),
+}
+
+impl Way {
+    const fn name(self) -> &'static str {
+        match self {
+            Way::DmaBuf => "dmabuf",
+            Way::Address(ByAddress::Host) => "host memory",
+            Way::Address(ByAddress::Peer) => "peer memory",
+        }
+    }
 }
 
 impl Source {
@@ -155,54 +205,89 @@ impl Source {
         let domain = region.domain();
         let place = format!("region of {} bytes in {}", region.length(), domain.name());
         let host = region.host_view(0, region.length());
-        let dmabufs = domain.dmabufs(region).map(|made| {
-            made.and_then(|mut made| match (made.len(), made.pop()) {
-                (1, Some(only)) => Ok(only),
-                (count, _) => Err(Error::new(ErrorKind::Unsupported, "memory of several mappings")
-                    .at(place.clone())
-                    .because(format!("its domain has {count} dmabufs for it"))),
-            })
-        });
-        let dmabuf = match dmabufs {
-            Some(Ok(dmabuf)) if dmabuf.length < region.length() => {
-                return Err(Error::new(ErrorKind::Internal, "a dmabuf is too small")
-                    .at(place)
-                    .because(format!("it has {} bytes of the region", dmabuf.length)));
-            }
-            Some(Ok(dmabuf)) => Some(dmabuf),
+        let host = host.map(|view| view.pointer.expose_provenance() as u64);
+        let mut refusals = Vec::new();
+        let dmabufs = match domain.dmabufs(region) {
+            Some(Ok(dmabufs)) => dmabufs,
             // The host's view serves as well.
             Some(Err(error)) if host.is_some() => {
                 tracing::info!(%error, place, "registering through the host's view");
+                Vec::new()
+            }
+            Some(Err(error)) => {
+                refusals.push(format!("dmabuf: {error}"));
+                Vec::new()
+            }
+            None => {
+                if host.is_none() {
+                    refusals.push("dmabuf: its domain makes none".to_owned());
+                }
+                Vec::new()
+            }
+        };
+        let edges = edges(&dmabufs, region.length()).map_err(|why| {
+            Error::new(ErrorKind::Internal, "dmabufs that do not fit their region")
+                .at(place.clone())
+                .because(why)
+        })?;
+        // Host memory is named by its address in this process; a dmabuf by whatever we choose, which is the region's
+        // address in its own domain. All ways must come to the same address: peers are told one.
+        let base = match (dmabufs.is_empty(), host) {
+            (true, Some(host)) => host,
+            _ => region.address(),
+        };
+        let address = match (host, domain.peer_address(region)) {
+            (Some(host), _) => (host == base).then_some(ByAddress::Host),
+            (None, Some(peer)) if peer == base => Some(ByAddress::Peer),
+            (None, Some(_)) => {
+                refusals.push("peer memory: it has another address there".to_owned());
                 None
             }
-            Some(Err(error)) => return Err(error),
-            None => None,
-        };
-        // Host memory is named by its address in this process; a dmabuf by whatever we choose, which is the region's
-        // address in its own domain.
-        let base = match (&dmabuf, host) {
-            (Some(_), _) => region.address(),
-            (None, Some(view)) => view.pointer.expose_provenance() as u64,
             (None, None) => {
-                return Err(Error::new(ErrorKind::Unsupported, "memory that no device can be given")
-                    .at(place)
-                    .because("the host cannot see it and its domain offers no dmabuf")
-                    .remedy("use another transport for this pool, or memory whose domain offers dmabufs"));
+                refusals.push("peer memory: its domain names no address".to_owned());
+                None
             }
         };
-        // A device that refuses the dmabuf may take the host's view, if that has the same address: peers are told one.
-        let host = host.is_some_and(|view| view.pointer.expose_provenance() as u64 == base);
         Ok(Source {
-            chunks: Chunks::new(base, region.length(), chunk_bytes).ok_or_else(|| {
+            chunks: Chunks::new(base, region.length(), chunk_bytes, &edges).ok_or_else(|| {
                 Error::new(ErrorKind::InvalidArgument, "a region that cannot be registered")
                     .at(place.clone())
                     .because("its address plus its length overflows")
             })?,
             place,
-            dmabuf,
-            host,
+            dmabufs,
+            address,
+            may_be_staged: host.is_none(),
+            refusals,
         })
     }
+
+    fn ways(&self) -> Vec<Way> {
+        let dmabuf = (!self.dmabufs.is_empty()).then_some(Way::DmaBuf);
+        dmabuf.into_iter().chain(self.address.map(Way::Address)).collect()
+    }
+}
+
+/// Where the dmabufs after the first begin in the region.
+fn edges(dmabufs: &[DmaBuf], length: u64) -> Result<Vec<u64>, String> {
+    if dmabufs.is_empty() {
+        return Ok(Vec::new());
+    }
+    let mut edges = Vec::with_capacity(dmabufs.len());
+    let mut end = 0u64;
+    for dmabuf in dmabufs {
+        end = end.checked_add(dmabuf.length).ok_or("their lengths overflow")?;
+        edges.push(end);
+    }
+    if end < length {
+        return Err(format!("they are too small: they have {end} bytes of it"));
+    }
+    // The last one's end is the region's.
+    edges.pop();
+    if edges.last().is_some_and(|last| *last >= length) {
+        return Err("there are more than the region needs".to_owned());
+    }
+    Ok(edges)
 }
 
 #[derive(Clone, Copy)]
@@ -227,6 +312,10 @@ struct Work<'a> {
 
 struct Results {
     made: Vec<Option<ChunkKeys>>,
+    /// By region: what was refused.
+    refusals: Vec<Vec<String>>,
+    /// By region: some device takes it in no way.
+    staged: Vec<bool>,
     bytes: u64,
     error: Option<Error>,
     started: Instant,
@@ -257,14 +346,26 @@ impl Work<'_> {
             let Some(job) = self.jobs.get(index) else {
                 return;
             };
-            let made = self.register_chunk(*job);
+            if self.results.lock().staged[job.region] {
+                continue;
+            }
+            let (made, refused) = self.register_chunk(*job);
+            let source = &self.sources[job.region];
             let mut results = self.results.lock();
+            for refusal in refused {
+                // Devices and chunks mostly say the same.
+                let known = &mut results.refusals[job.region];
+                if !known.contains(&refusal) {
+                    known.push(refusal);
+                }
+            }
             match made {
                 Ok(keys) => {
                     results.made[index] = Some(keys);
-                    results.bytes += self.sources[job.region].chunks.bytes(job.chunk);
+                    results.bytes += source.chunks.bytes(job.chunk);
                     self.report(&mut results);
                 }
+                Err(_) if source.may_be_staged => results.staged[job.region] = true,
                 Err(error) => {
                     self.failed.store(true, Ordering::Relaxed);
                     results.error.get_or_insert(error);
@@ -273,12 +374,37 @@ impl Work<'_> {
         }
     }
 
-    fn register_chunk(&self, job: Job) -> Result<ChunkKeys> {
+    /// Registers a chunk in the first way that the device takes, and says which ways it refused.
+    fn register_chunk(&self, job: Job) -> (Result<ChunkKeys>, Vec<String>) {
+        let source = &self.sources[job.region];
+        let mut refused = Vec::new();
+        let mut last = None;
+        for way in source.ways() {
+            match self.register_in(way, job) {
+                Ok(keys) => return (Ok(keys), refused),
+                // The host's view is for devices that do not know dmabufs; what else they refuse is a failure.
+                Err(error) if !source.may_be_staged && error.kind() != ErrorKind::Unsupported => {
+                    return (Err(error), Vec::new());
+                }
+                Err(error) => {
+                    tracing::debug!(%error, place = source.place, way = way.name(), "a registration was refused");
+                    if source.may_be_staged {
+                        refused.push(format!("{}: {error}", way.name()));
+                    }
+                    last = Some(error);
+                }
+            }
+        }
+        let none = || Error::new(ErrorKind::Unsupported, "memory that no device can be given").at(source.place.clone());
+        (Err(last.unwrap_or_else(none)), refused)
+    }
+
+    fn register_in(&self, way: Way, job: Job) -> Result<ChunkKeys> {
         let source = &self.sources[job.region];
         let domain = &self.devices[job.device];
-        let (start, length) = (source.chunks.start(job.chunk), source.chunks.bytes(job.chunk));
+        let length = source.chunks.bytes(job.chunk);
         let rights = rights(self.access, self.options.relaxed_ordering);
-        let memory = source.register(domain, start, length, rights)?;
+        let memory = source.register(way, domain, job.chunk, length, rights)?;
         let flush = match self.access {
             // Peers must not read what they may only write: the flush has a key of its own.
             RegionAccess {
@@ -289,7 +415,7 @@ impl Work<'_> {
                     remote_read: true,
                     ..Access::default()
                 };
-                Some(source.register(domain, start, length.min(PAGE_BYTES), readable)?)
+                Some(source.register(way, domain, job.chunk, length.min(PAGE_BYTES), readable)?)
             }
             _ => None,
         };
@@ -317,21 +443,28 @@ impl Work<'_> {
 }
 
 impl Source {
-    fn register(&self, domain: &ProtectionDomain, start: u64, length: u64, access: Access) -> Result<MemoryRegion> {
-        let at = |error: VerbsError| error.in_place(&self.place);
-        if let Some(dmabuf) = &self.dmabuf {
-            let offset = dmabuf.offset + (start - self.chunks.base());
-            match domain.register_dmabuf(dmabuf.fd.as_fd(), offset, length, start, access) {
-                Err(error) if self.host && error.kind() == ErrorKind::Unsupported => {
-                    tracing::info!(%error, place = self.place, "registering through the host's view");
-                }
-                result => return result.map_err(at),
+    fn register(
+        &self,
+        way: Way,
+        domain: &ProtectionDomain,
+        chunk: usize,
+        length: u64,
+        access: Access,
+    ) -> Result<MemoryRegion> {
+        let start = self.chunks.start(chunk);
+        let made = match way {
+            Way::DmaBuf => {
+                let (mapping, inside) = self.chunks.in_mapping(chunk);
+                let dmabuf = &self.dmabufs[mapping];
+                domain.register_dmabuf(dmabuf.fd.as_fd(), dmabuf.offset + inside, length, start, access)
             }
-        }
-        // SAFETY: the run lies inside the region, whose maker vouched that it stays mapped, readable and writable while
-        // the region lives, and that nobody holds references into it; whoever holds the registration holds the region
-        // (`RegionKeys`, then `Retired`, which drops it after the registration).
-        unsafe { domain.register(start, length, access) }.map_err(at)
+            // SAFETY: the run lies inside the region, whose maker vouched that it stays mapped, readable and writable
+            // while the region lives, and that nobody holds references into it; whoever holds the registration holds the
+            // region (`RegionKeys`, then `Retired`, which drops it after the registration). Memory of another device's
+            // is the same: a driver that does not know it refuses the address.
+            Way::Address(_) => unsafe { domain.register(start, length, access) },
+        };
+        made.map_err(|error: VerbsError| error.in_place(&self.place))
     }
 }
 

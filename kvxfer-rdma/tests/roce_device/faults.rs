@@ -165,17 +165,22 @@ impl RegisterTooLarge for kvxfer_rdma::verbs::ProtectionDomain {
     }
 }
 
-/// A memfd of a fixed pattern, as the dmabuf of memory that the host cannot see.
-fn device_memory() -> Result<DmaBuf> {
-    let fd = rustix::fs::memfd_create("kvxfer-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
-    rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
-    let bytes: Vec<u8> = (0..1 << 20).map(pattern(9)).collect();
-    assert_eq!(rustix::io::pwrite(&fd, &bytes, 0).unwrap(), bytes.len());
-    Ok(DmaBuf {
-        fd,
-        offset: 8192,
-        length: 300_000,
-    })
+/// The first mapping of memory that the host cannot see ends here.
+const FIRST_MAPPING: u64 = 41 * 4096;
+
+/// Memfds of fixed patterns, as the dmabufs of memory that the host cannot see and that has two mappings.
+fn device_memory() -> Result<Vec<DmaBuf>> {
+    let dmabuf = |seed, offset, length| {
+        let fd = rustix::fs::memfd_create("kvxfer-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
+        rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
+        let bytes: Vec<u8> = (0..1 << 20).map(pattern(seed)).collect();
+        assert_eq!(rustix::io::pwrite(&fd, &bytes, 0).unwrap(), bytes.len());
+        DmaBuf { fd, offset, length }
+    };
+    Ok(vec![
+        dmabuf(9, 8192, FIRST_MAPPING),
+        dmabuf(10, 4096, 300_000 - FIRST_MAPPING),
+    ])
 }
 
 #[test]
@@ -217,8 +222,10 @@ fn memory_that_the_host_cannot_see_moves_through_its_dmabuf() {
         assert_eq!(completions(&a.sends, 1)[0].status, Status::Success);
         (done, pieces) = (done + key.until_edge, pieces + 1);
     }
-    assert_eq!(pieces, 3);
-    let expected: Vec<u8> = (8192..308_192).map(pattern(9)).collect();
+    assert_eq!(pieces, 4, "two registrations of each mapping");
+    let first = (8192..8192 + FIRST_MAPPING as usize).map(pattern(9));
+    let second = (4096..4096 + 300_000 - FIRST_MAPPING as usize).map(pattern(10));
+    let expected: Vec<u8> = first.chain(second).collect();
     assert_eq!(into.read(), expected);
 }
 
@@ -228,7 +235,7 @@ fn a_device_that_refuses_dmabufs_is_explained() {
     let [port, _] = ports(&fabric);
     let end = End::new(&port);
     assert!(matches!(end.domain.dmabuf_support(), DmabufSupport::No(_)));
-    let dmabuf = device_memory().unwrap();
+    let dmabuf = device_memory().unwrap().remove(0);
     let error = end
         .domain
         .register_dmabuf(dmabuf.fd.as_fd(), 0, 4096, 4096, Access::default())
@@ -483,7 +490,7 @@ fn an_older_library_is_used_as_far_as_it_goes() {
     assert_eq!(context.gids(1).unwrap().len(), 1);
     let domain = kvxfer_rdma::verbs::ProtectionDomain::new(&context).unwrap();
     assert!(matches!(domain.dmabuf_support(), DmabufSupport::No(_)));
-    let dmabuf = device_memory().unwrap();
+    let dmabuf = device_memory().unwrap().remove(0);
     let error = domain
         .register_dmabuf(dmabuf.fd.as_fd(), 0, 4096, 4096, Access::default())
         .unwrap_err();

@@ -250,10 +250,11 @@ fn a_refusal_leaves_nothing_registered() {
     );
 }
 
-/// Memory that the host cannot see, with or without a dmabuf.
+/// Memory that the host cannot see, with or without dmabufs, and an address that devices may know.
 #[derive(Debug)]
 struct Hidden {
-    dmabuf: Option<fn() -> Result<DmaBuf>>,
+    dmabufs: Option<fn() -> Result<Vec<DmaBuf>>>,
+    peer: Option<u64>,
 }
 
 impl MemoryDomain for Hidden {
@@ -279,64 +280,122 @@ impl MemoryDomain for Hidden {
         Ok(())
     }
     fn dmabufs(&self, _: &Region) -> Option<Result<Vec<DmaBuf>>> {
-        self.dmabuf.map(|make| make().map(|only| vec![only]))
+        self.dmabufs.map(|make| make())
+    }
+    fn peer_address(&self, _: &Region) -> Option<u64> {
+        self.peer
     }
 }
 
-pub(crate) fn hidden(length: u64, dmabuf: Option<fn() -> Result<DmaBuf>>) -> Arc<Region> {
+const HIDDEN: u64 = 0x7000_0000_0000;
+
+fn hidden_at(address: u64, length: u64, domain: Hidden) -> Arc<Region> {
     // SAFETY: the domain never touches the address.
-    unsafe {
-        Region::from_raw(
-            0x7000_0000_0000 as *mut u8,
-            length,
-            Arc::new(Hidden { dmabuf }),
-            Box::new(()),
-        )
-    }
-    .unwrap()
+    unsafe { Region::from_raw(address as *mut u8, length, Arc::new(domain), Box::new(())) }.unwrap()
 }
 
-/// A memfd stands in for the dmabuf: devices that know dmabufs say what they think of it.
-fn memfd() -> Result<DmaBuf> {
+pub(crate) fn hidden(length: u64, dmabufs: Option<fn() -> Result<Vec<DmaBuf>>>) -> Arc<Region> {
+    hidden_at(HIDDEN, length, Hidden { dmabufs, peer: None })
+}
+
+/// A memfd stands in for a dmabuf: devices that know dmabufs say what they think of it.
+fn memfd(offset: u64, length: u64) -> DmaBuf {
     let fd = rustix::fs::memfd_create("kvxfer-test", rustix::fs::MemfdFlags::CLOEXEC).unwrap();
     rustix::fs::ftruncate(&fd, 1 << 20).unwrap();
-    Ok(DmaBuf {
-        fd,
-        offset: 4096,
-        length: 100_000,
-    })
+    DmaBuf { fd, offset, length }
+}
+
+/// Two mappings, of 5 pages and a bit and of the rest, and one of a whole registration's length between them.
+fn three_mappings() -> Result<Vec<DmaBuf>> {
+    Ok(vec![memfd(4096, 6 * 4096), memfd(0, 5 * 4096), memfd(8192, 80_000)])
+}
+
+/// What a registration says of memory that no device was given.
+fn staging_note(registry: &Registry, region: Arc<Region>) -> String {
+    let registered = registry.register(&[region], RECEIVES).unwrap();
+    let remote = RemoteRegions::parse(&registered.keys).unwrap();
+    assert!(remote.is_staged() && !remote.is_visible() && remote.locate(0, 0, 1, 0).is_none());
+    assert_eq!(registry.notes(), registered.notes);
+    registered.notes.join("\n")
 }
 
 #[test]
-fn memory_that_no_device_can_be_given_is_unsupported() {
+fn memory_that_no_device_can_be_given_goes_through_staging_and_says_why() {
     let Some(ports) = two_ports() else { return };
     let end = End::new(&ports[0]);
     let registry = registry(&[&end]);
-    let error = registry.register(&[hidden(4096, None)], RECEIVES).err().unwrap();
-    assert_eq!(error.kind(), ErrorKind::Unsupported);
-    assert!(error.to_string().contains("offers no dmabuf"), "{error}");
+    let note = staging_note(&registry, hidden(4096, None));
+    assert!(
+        note.contains("hidden memory") && note.contains("goes through staging"),
+        "{note}"
+    );
+    assert!(note.contains("dmabuf: its domain makes none"), "{note}");
+    assert!(note.contains("peer memory: its domain names no address"), "{note}");
+    let refusing = || Err(kvxfer_core::Error::new(ErrorKind::Unsupported, "not exported today"));
+    let note = staging_note(&registry, hidden(4096, Some(refusing)));
+    assert!(
+        note.contains("dmabuf: ") && note.contains("not exported today"),
+        "{note}"
+    );
+    // An address that nothing knows.
+    let domain = Hidden {
+        dmabufs: None,
+        peer: Some(HIDDEN),
+    };
+    let note = staging_note(&registry, hidden_at(HIDDEN, 4096, domain));
+    assert!(note.contains("peer memory: ") && note.contains("ibv_reg_mr"), "{note}");
+    assert!(registry.is_empty() && registry.wait_retired(LIMIT));
+    // Host memory beside it is reached as ever.
+    let host = Region::allocate(100_000).unwrap();
+    let both = registry
+        .register(&[host.clone(), hidden(4096, None)], RECEIVES)
+        .unwrap();
+    let remote = RemoteRegions::parse(&both.keys).unwrap();
+    assert!(remote.is_staged() && remote.locate(0, 99_999, 1, 0).is_some() && remote.locate(1, 0, 1, 0).is_none());
+    assert!(!registry.local(&host).unwrap().is_staged());
+}
+
+#[test]
+fn memory_of_several_mappings_has_a_registration_for_each() {
+    let Some(ports) = two_ports() else { return };
+    let ends = [End::new(&ports[0]), End::new(&ports[1])];
+    let registry = registry(&[&ends[0], &ends[1]]);
     let short = registry
-        .register(&[hidden(200_000, Some(memfd))], RECEIVES)
+        .register(&[hidden(200_000, Some(three_mappings))], RECEIVES)
         .err()
         .unwrap();
     assert!(short.to_string().contains("too small"), "{short}");
-    match (
-        end.domain.dmabuf_support(),
-        registry.register(&[hidden(100_000, Some(memfd))], RECEIVES),
-    ) {
-        (DmabufSupport::Yes, Ok(registered)) => {
-            let remote = RemoteRegions::parse(&registered.keys).unwrap();
-            let key = remote.locate(0, 5 * 4096, 1, 0).unwrap();
-            assert_eq!(
-                key.address,
-                0x7000_0000_0000 + 5 * 4096,
-                "named by the address in its domain"
-            );
+    let long = registry
+        .register(&[hidden(40_000, Some(three_mappings))], RECEIVES)
+        .err()
+        .unwrap();
+    assert!(long.to_string().contains("more than the region needs"), "{long}");
+    let region = hidden(100_000, Some(three_mappings));
+    let registered = registry.register(slice::from_ref(&region), RECEIVES).unwrap();
+    let remote = RemoteRegions::parse(&registered.keys).unwrap();
+    match ends[0].domain.dmabuf_support() {
+        DmabufSupport::Yes if !remote.is_staged() => {
+            // Registrations have at most 5 pages: the mappings of 6, 5 and 14 pages are cut into 2, 1 and 3.
+            let keys = registry.local(&region).unwrap();
+            let mut edges = Vec::new();
+            let mut at = 0;
+            while at < 100_000 {
+                let key = remote.locate(0, at, 1, 1).unwrap();
+                assert_eq!(key.address, HIDDEN + at, "named by the address in its domain");
+                assert_eq!(keys.local(1, at).unwrap().until_edge, key.until_edge);
+                at += key.until_edge;
+                edges.push(at);
+            }
+            let pages = |count: u64| count * 4096;
+            assert_eq!(edges, [pages(5), pages(6), pages(11), pages(16), pages(21), 100_000]);
+            assert_eq!(keys.flush_targets(1).count(), 6);
         }
         // A memfd is no dmabuf.
-        (DmabufSupport::Yes | DmabufSupport::Unknown(_), Err(error)) => println!("no memfd here: {error}"),
-        (DmabufSupport::No(_), Err(error)) => assert_eq!(error.kind(), ErrorKind::Unsupported, "{error}"),
-        (support, Ok(_)) => panic!("a device without dmabufs took one: {support:?}"),
+        support => {
+            println!("no memfd here: {support}");
+            let note = registered.notes.join(" ");
+            assert!(remote.is_staged() && note.contains("dmabuf: "), "{note}");
+        }
     }
 }
 

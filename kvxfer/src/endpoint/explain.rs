@@ -106,6 +106,9 @@ impl Endpoint {
                 for why in &path.rails_down {
                     let _ = writeln!(text, "  not up: {why}");
                 }
+                for note in &path.notes {
+                    let _ = writeln!(text, "  {note}");
+                }
             }
             None => text.push_str("path: none\n"),
         }

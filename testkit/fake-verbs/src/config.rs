@@ -37,6 +37,7 @@ pub(crate) const KEYS: &[&str] = &[
     "complete_with",
     "event",
     "dmabuf",
+    "peer_memory",
     "memlock_bytes",
     "retry_exceeded",
     "min_timeout_us",
@@ -139,6 +140,7 @@ pub(crate) struct Settings {
     pub(crate) complete_with: String,
     pub(crate) event: String,
     pub(crate) dmabuf: bool,
+    pub(crate) peer_memory: bool,
     pub(crate) memlock: u64,
     pub(crate) retry_exceeded: bool,
     pub(crate) min_timeout: Duration,
@@ -205,6 +207,7 @@ impl Settings {
             complete_with: String::new(),
             event: String::new(),
             dmabuf: false,
+            peer_memory: false,
             memlock: u64::MAX,
             retry_exceeded: true,
             min_timeout: Duration::from_millis(50),
@@ -289,6 +292,7 @@ impl Settings {
                 self.event = value.to_owned();
             }
             "dmabuf" => self.dmabuf = switch(plain)?,
+            "peer_memory" => self.peer_memory = switch(plain)?,
             "memlock_bytes" => self.memlock = plain.parse().ok()?,
             "retry_exceeded" => self.retry_exceeded = switch(plain)?,
             "min_timeout_us" => self.min_timeout = micros(plain)?,

@@ -40,6 +40,7 @@
 //! | `pci_path` | path | `<fabric>/fakeN` | what the device list says the device's path in sysfs is; read when the device is first listed. [`FakeFabric::place`] puts there what says where the device sits |
 //! | `memlock_bytes` | number | no limit | registering more in one context is ENOMEM |
 //! | `dmabuf` | `on`, `off` | `off` | `on`: any descriptor that can be mapped is taken; `off`: EOPNOTSUPP |
+//! | `peer_memory` | `on`, `off` | `off` | addresses that the processor cannot read: `on`: taken, if they are a shared mapping (as a driver takes those of a driver it knows); `off`: EFAULT |
 //! | `bandwidth_bytes_per_s` | number, 0: no limit | 0 | what each context sends: WRITEs and answers to READs |
 //! | `latency_us` | number | 0 | packets to this device arrive that much later |
 //! | `order` | `in`, `shuffled` | `in` | across queue pairs: as posted, or at random, some falling behind by up to 1 ms |

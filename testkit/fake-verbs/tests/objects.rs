@@ -468,6 +468,57 @@ fn registering_has_limits_and_a_dmabuf_needs_the_key() {
 }
 
 #[test]
+fn memory_that_the_processor_cannot_read_needs_the_key_for_peer_memory() {
+    const BYTES: usize = 12_288;
+    let fabric = FakeFabric::with(&[]).unwrap();
+    let verbs = load(&fabric);
+    let (a, b) = (Device::open(&verbs, "fake0"), Device::open(&verbs, "fake1"));
+    // SAFETY: a name and flags, then a descriptor that was just made.
+    let file =
+        unsafe { <std::fs::File as std::os::fd::FromRawFd>::from_raw_fd(libc::memfd_create(c"device".as_ptr(), 0)) };
+    file.set_len(BYTES as u64).unwrap();
+    let map = |flags, fd| {
+        // SAFETY: a new mapping, wherever the system wants it; it stays until the process ends.
+        let mapped = unsafe { libc::mmap(std::ptr::null_mut(), BYTES, libc::PROT_NONE, flags, fd, 0) };
+        assert!(mapped != libc::MAP_FAILED);
+        mapped
+    };
+    let device = map(libc::MAP_SHARED, file.as_raw_fd());
+    let private = map(libc::MAP_PRIVATE | libc::MAP_ANONYMOUS, -1);
+    let register = |memory: *mut libc::c_void, offset: usize| {
+        let first = memory.wrapping_byte_add(offset);
+        // SAFETY: a live domain, and memory that stays mapped.
+        let mr = unsafe { verbs.ibv_reg_mr(b.pd, first, (BYTES - offset) as u64, ALL_RIGHTS as i32) };
+        if mr.is_null() {
+            Err(std::io::Error::last_os_error().raw_os_error().unwrap())
+        } else {
+            Ok(mr)
+        }
+    };
+    assert_eq!(register(device, 100).unwrap_err(), libc::EFAULT);
+    fabric.set_now("fake1", "peer_memory", "on").unwrap();
+    assert_eq!(
+        register(private, 0).unwrap_err(),
+        libc::EFAULT,
+        "no other driver knows that"
+    );
+    let mr = register(device, 100).unwrap();
+    let (left, _right) = Pair::connected(&a, &b, Options::default());
+    let mut source = vec![5u8; 1000];
+    let from = a.register(&mut source, ALL_RIGHTS);
+    let target = device.addr() as u64 + 5000;
+    left.post(&[Request::write(1, &source, keys(from).0, target, keys(mr).1)]);
+    assert_eq!(a.wait(1)[0].status, sys::IBV_WC_SUCCESS);
+    let mut content = vec![0u8; BYTES];
+    std::os::unix::fs::FileExt::read_exact_at(&file, &mut content, 0).unwrap();
+    assert_eq!(
+        (content[4999], content[5000], content[5999], content[6000]),
+        (0, 5, 5, 0)
+    );
+    b.deregister(mr);
+}
+
+#[test]
 fn instant_mode_completes_inside_post_and_copies_nothing() {
     let fabric = FakeFabric::with(&[("*", "mode", "instant")]).unwrap();
     let verbs = load(&fabric);

@@ -184,18 +184,37 @@ unsafe fn register(
     if let Some(errno) = context.device.failure(verb) {
         return refuse(errno);
     }
+    let (memory, mapping) = match mapping {
+        None if length > 0 && !is_readable(memory, length as usize) => {
+            if !context.device.settings().peer_memory {
+                return refuse(libc::EFAULT);
+            }
+            match second_mapping(memory, length as usize) {
+                Some((own, mapping)) => (own, Some(mapping)),
+                None => return refuse(libc::EFAULT),
+            }
+        }
+        mapping => (memory, mapping),
+    };
     let remote_write = access & (sys::IBV_ACCESS_REMOTE_WRITE | sys::IBV_ACCESS_REMOTE_ATOMIC) != 0;
     let known = sys::IBV_ACCESS_LOCAL_WRITE | sys::IBV_ACCESS_REMOTE_WRITE | sys::IBV_ACCESS_REMOTE_READ;
     let rights_wrong = (remote_write && access & sys::IBV_ACCESS_LOCAL_WRITE == 0) || access & !known != 0;
     let mut state = context.state.lock();
-    if length == 0 || rights_wrong || length > state.settings.max_mr_size {
-        return refuse(libc::EINVAL);
-    }
-    if state.dead {
-        return refuse(libc::EIO);
-    }
-    if state.regions.registered.saturating_add(length) > state.settings.memlock {
-        return refuse(libc::ENOMEM);
+    let refusal = if length == 0 || rights_wrong || length > state.settings.max_mr_size {
+        Some(libc::EINVAL)
+    } else if state.dead {
+        Some(libc::EIO)
+    } else if state.regions.registered.saturating_add(length) > state.settings.memlock {
+        Some(libc::ENOMEM)
+    } else {
+        None
+    };
+    if let Some(errno) = refusal {
+        if let Some((address, length)) = mapping {
+            // SAFETY: mapped for this registration, and used by nobody else.
+            unsafe { libc::munmap(address, length) };
+        }
+        return refuse(errno);
     }
     let (lkey, rkey) = state.regions.add(NewRegion {
         pd: fake,
@@ -218,6 +237,46 @@ unsafe fn register(
     let region = FakeMr::leak(raw, context.clone(), fake);
     state.regions.name(region, lkey);
     region.pointer()
+}
+
+/// Whether the processor may read the first and the last byte. What cannot be found out is taken for readable.
+fn is_readable(memory: *mut c_void, length: usize) -> bool {
+    [memory, memory.wrapping_byte_add(length - 1)].into_iter().all(|byte| {
+        let mut into = 0u8;
+        let local = libc::iovec {
+            iov_base: (&raw mut into).cast(),
+            iov_len: 1,
+        };
+        let remote = libc::iovec {
+            iov_base: byte,
+            iov_len: 1,
+        };
+        // SAFETY: the kernel writes one byte to `into`; whether it can read the other is what it is asked.
+        let read = unsafe { libc::process_vm_readv(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0) };
+        read == 1 || std::io::Error::last_os_error().raw_os_error() != Some(libc::EFAULT)
+    })
+}
+
+/// Maps the pages of a shared mapping once more, so that they can be read and written: what another device's driver would
+/// let this one do. Where the first byte is there, and the mapping.
+fn second_mapping(memory: *mut c_void, length: usize) -> Option<(*mut c_void, (*mut c_void, usize))> {
+    let inside = memory.addr() & (PAGE as usize - 1);
+    let first = memory.wrapping_byte_sub(inside);
+    let mapped = (inside + length).next_multiple_of(PAGE as usize);
+    // SAFETY: with an old length of 0 nothing that exists is changed; a new mapping is made wherever the system wants it,
+    // or refused if the pages are not shared.
+    let own = unsafe { libc::mremap(first, 0, mapped, libc::MREMAP_MAYMOVE) };
+    if own == libc::MAP_FAILED {
+        return None;
+    }
+    // SAFETY: the mapping that was just made.
+    unsafe {
+        if libc::mprotect(own, mapped, libc::PROT_READ | libc::PROT_WRITE) != 0 {
+            libc::munmap(own, mapped);
+            return None;
+        }
+    }
+    Some((own.wrapping_byte_add(inside), (own, mapped)))
 }
 
 /// The context that a live protection domain names.

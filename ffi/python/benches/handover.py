@@ -14,6 +14,9 @@ With `--against` the repetitions of the two programs alternate (A B A B ...), th
 `post_us` is the median of the submitting call on the caller's thread with a `kvxfer.Selection` made before, as in Rust;
 `post_list_us` with a tuple of plain integers, `(0, tokens, [ids])`, turned into a selection by the call. Repetitions take
 turns with these.
+
+`--submit ROUNDS` measures only the submitting calls, back to back: a grant at one endpoint and a push into it at another, in one
+process, cancelled once they were timed, so that caches hold the library's data and not a request's.
 """
 
 import argparse
@@ -383,6 +386,40 @@ def size(text):
     return int(text)
 
 
+def submits(rounds, pool_bytes):
+    """The submitting calls of w5 alone, back to back."""
+    pool_bytes = min(pool_bytes, 512 << 20)
+    source, destination = Side("source", pool_bytes), Side("destination", pool_bytes)
+    work = Work("w5", pool_bytes)
+    for side in (source, destination):
+        side.take(work, is_source=False)
+    source.endpoint.connect(destination.endpoint.address)
+    target = work.selection(work.destination)
+    as_tuple = (0, len(work.source) * work.tokens_per_block, list(work.source))
+    print(f"{'w5':10} {'blocks':>8} {'grant us':>10} {'push us':>10}")
+    for name, blocks in (("selection", work.selection(work.source)), ("tuple", as_tuple)):
+        grants, pushes, clock = [], [], time.perf_counter_ns
+        for _ in range(rounds):
+            begun = clock()
+            handle = destination.pool.grant(target)
+            granted = clock()
+            grant = handle.grant
+            again = clock()
+            transfer = source.endpoint.push(source.pool, blocks, grant)
+            pushes.append((clock() - again) / 1e3)
+            grants.append((granted - begun) / 1e3)
+            transfer.cancel()
+            handle.cancel()
+            for ended in (transfer, handle):
+                try:
+                    ended.wait(WAIT)
+                except kvxfer.Error:
+                    pass  # it was cancelled, or a small part of it was faster
+        print(f"{name:10} {len(work.source):8} {statistics.median(grants):10.1f} {statistics.median(pushes):10.1f}")
+    source.endpoint.close(2.0)
+    destination.endpoint.close(2.0)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", default="w2,w3,w5", help="w2, w3, w5, separated by commas")
@@ -391,10 +428,14 @@ def main():
     parser.add_argument("--warm", type=int, default=3, help="repetitions before those")
     parser.add_argument("--verify", action="store_true", help="check every byte of the destination pool at the end")
     parser.add_argument("--against", metavar="PROGRAM", help="a kvxfer-bench to take turns with")
+    parser.add_argument("--submit", type=int, metavar="ROUNDS", help="measure only the submitting calls, back to back")
     parser.add_argument("--target", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.target:
         target()
+        return 0
+    if arguments.submit:
+        submits(arguments.submit, arguments.pool_bytes)
         return 0
     bench = Bench(arguments.pool_bytes)
     try:

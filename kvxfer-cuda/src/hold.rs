@@ -1,0 +1,198 @@
+//! Streams of the engine's that wait for something of ours: for a word in page-locked memory, which is written when the
+//! hold is released.
+
+use std::ffi::c_void;
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use cudarc::driver::sys::CUstream;
+use kvxfer_core::ErrorKind;
+use parking_lot::Mutex;
+
+use crate::context::{Current, Primary};
+use crate::domain::pinned::{PinnedBlock, PinnedBytes};
+use crate::driver::{Code, Driver, Refused};
+use crate::error::CudaError;
+
+/// Holds at once.
+const HOLDS_MAX: usize = 512;
+/// Two words each: what the stream waits for, and what it writes when it has gone on.
+const WORD_BYTES: usize = 4;
+const BLOCK_BYTES: usize = 2 * HOLDS_MAX * WORD_BYTES;
+/// How long the end waits for streams that have been released to go on.
+const END_WAIT: Duration = Duration::from_millis(200);
+
+/// The words of all holds. Each use of a pair waits for the next higher value: a stream that has not come to an earlier
+/// wait yet finds it fulfilled.
+pub(crate) struct Holds {
+    block: PinnedBlock,
+    pairs: Mutex<Pairs>,
+    /// A stream may still wait, and could not be told to say when it does not.
+    unsure: AtomicBool,
+}
+
+struct Pairs {
+    free: Vec<usize>,
+    values: Vec<u32>,
+}
+
+/// A stream that waits. Released, or dropped, it goes on.
+#[must_use = "a stream goes on when its hold is dropped"]
+pub struct StreamHold {
+    holds: Arc<Holds>,
+    index: usize,
+    value: u32,
+}
+
+impl Holds {
+    pub(crate) fn new(primary: &Arc<Primary>, pinned: &PinnedBytes) -> Result<Arc<Holds>, Refused> {
+        Ok(Arc::new(Holds {
+            block: PinnedBlock::allocate(primary, BLOCK_BYTES, pinned)?,
+            pairs: Mutex::new(Pairs {
+                free: (0..HOLDS_MAX).rev().collect(),
+                values: vec![0; HOLDS_MAX],
+            }),
+            unsure: AtomicBool::new(false),
+        }))
+    }
+
+    /// Lets a stream wait.
+    ///
+    /// # Safety
+    /// A live stream; its context is current.
+    pub(crate) unsafe fn hold(self: &Arc<Holds>, driver: &Driver, stream: CUstream) -> Result<StreamHold, CudaError> {
+        let (index, value) = {
+            let mut pairs = self.pairs.lock();
+            let Some(index) = pairs.free.pop() else {
+                return Err(CudaError::Limit {
+                    what: "stream holds",
+                    limit: HOLDS_MAX,
+                });
+            };
+            pairs.values[index] = pairs.values[index].wrapping_add(1);
+            (index, pairs.values[index])
+        };
+        let hold = StreamHold {
+            holds: Arc::clone(self),
+            index,
+            value,
+        };
+        let (word, told) = (self.device_word(index), self.device_word(HOLDS_MAX + index));
+        // SAFETY: the caller vouches for the stream; the words live until it has gone on (see `Drop`). Waits until the
+        // word is at least the value.
+        if let Err(refused) = unsafe { driver.stream_wait_value(stream, word, value, 0) } {
+            // Nobody waits, and nobody will tell.
+            self.block
+                .word(self.offset(HOLDS_MAX + index))
+                .store(value, Ordering::Release);
+            return Err(CudaError::call(refused, "a stream of the caller's"));
+        }
+        // SAFETY: as above.
+        if let Err(refused) = unsafe { driver.stream_write_value(stream, told, value, 0) } {
+            tracing::debug!(%refused, "a held stream will not tell when it goes on");
+            self.unsure.store(true, Ordering::Relaxed);
+        }
+        Ok(hold)
+    }
+
+    fn offset(&self, word: usize) -> usize {
+        word * WORD_BYTES
+    }
+
+    fn device_word(&self, word: usize) -> u64 {
+        self.block.device() + self.offset(word) as u64
+    }
+
+    fn release(&self, index: usize, value: u32) {
+        self.block.word(self.offset(index)).store(value, Ordering::Release);
+        self.pairs.lock().free.push(index);
+    }
+
+    /// Whether every stream that ever waited has gone on.
+    fn all_have_gone_on(&self) -> bool {
+        let pairs = self.pairs.lock();
+        let mut pairs = pairs.values.iter().enumerate();
+        pairs.all(|(index, value)| {
+            let told = self.block.word(self.offset(HOLDS_MAX + index));
+            told.load(Ordering::Acquire).wrapping_sub(*value) as i32 >= 0
+        })
+    }
+}
+
+impl Drop for Holds {
+    /// All are released; but a stream may not have come to its wait yet, and would then read what is freed.
+    fn drop(&mut self) {
+        let deadline = Instant::now() + END_WAIT;
+        while !self.all_have_gone_on() && !*self.unsure.get_mut() && Instant::now() < deadline {
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        if *self.unsure.get_mut() || !self.all_have_gone_on() {
+            tracing::warn!("a held stream has not gone on yet: a page of locked memory stays for it");
+            self.block.keep();
+        }
+    }
+}
+
+impl StreamHold {
+    /// Lets the stream go on.
+    pub fn release(self) {}
+}
+
+impl Drop for StreamHold {
+    fn drop(&mut self) {
+        self.holds.release(self.index, self.value);
+    }
+}
+
+impl fmt::Debug for StreamHold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "StreamHold({})", self.index)
+    }
+}
+
+/// A stream of the caller's, its context current.
+pub(crate) struct Held<'a> {
+    pub(crate) stream: CUstream,
+    pub(crate) context: cudarc::driver::sys::CUcontext,
+    pub(crate) device: cudarc::driver::sys::CUdevice,
+    pub(crate) _current: Current<'a>,
+}
+
+/// Looks at a stream that is to wait: its context, its device, and that it is not being captured.
+///
+/// # Safety
+/// A live `CUstream`.
+pub(crate) unsafe fn look(driver: &Driver, stream: *mut c_void) -> Result<Held<'_>, CudaError> {
+    let failed = |refused| CudaError::call(refused, "a stream of the caller's");
+    let stream: CUstream = stream.cast();
+    let mut context = std::ptr::null_mut();
+    // SAFETY: the caller vouches for the stream; writes one handle.
+    unsafe { driver.stream_context(stream, &mut context) }.map_err(failed)?;
+    let current = Current::push(driver, context).map_err(failed)?;
+    let mut capturing = 0;
+    // SAFETY: as above; writes one integer.
+    match unsafe { driver.stream_capturing(stream, &mut capturing) } {
+        Ok(()) => {}
+        Err(refused) if refused.code == Code::ABSENT => {}
+        Err(refused) => return Err(failed(refused)),
+    }
+    if capturing != 0 {
+        return Err(CudaError::Unfit {
+            kind: ErrorKind::InvalidArgument,
+            what: "a stream that is to wait".into(),
+            why: "it is being captured into a graph, which would wait again at each launch".into(),
+            remedy: "let a stream wait outside of a capture",
+        });
+    }
+    let mut device = 0;
+    // SAFETY: writes one integer.
+    unsafe { driver.context_device(&mut device) }.map_err(failed)?;
+    Ok(Held {
+        stream,
+        context,
+        device,
+        _current: current,
+    })
+}

@@ -139,9 +139,14 @@ pub trait MemoryDomain: Send + Sync + fmt::Debug {
 #[derive(Debug, Clone, Copy, Default)]
 pub struct HostMemory;
 
+impl HostMemory {
+    /// Its name.
+    pub const NAME: &str = "host";
+}
+
 impl MemoryDomain for HostMemory {
     fn name(&self) -> &str {
-        "host"
+        HostMemory::NAME
     }
 
     fn host_view(&self, region: &Region, offset: u64, length: u64) -> Option<HostView> {

@@ -125,6 +125,10 @@ mutants! {
         IgnoreLinkEpoch,
         /// A read places bytes without being inside its slot's gate.
         ReadWithoutGate,
+        /// What devices have written counts before the memory's own device shows it.
+        SkipSettle,
+        /// Memory is used without a look whether it still is what it was.
+        SkipVerify,
     }
 }
 

@@ -1,8 +1,10 @@
 //! The receiving side's books of one link: slots that the peer may write, and those it was told to stop writing.
 
 use std::collections::HashMap;
+use std::sync::Arc;
 
 use kvxfer_core::Time;
+use kvxfer_core::memory::Region;
 use parking_lot::Mutex;
 
 use crate::message::SlotUse;
@@ -10,8 +12,16 @@ use crate::message::SlotUse;
 /// Slots admitted to the peer. Bounded by the slot table: each is a slot in use.
 #[derive(Default)]
 pub(crate) struct Inbound {
-    admitted: Mutex<HashMap<SlotUse, Admission>>,
+    admitted: Mutex<HashMap<SlotUse, Admitted>>,
 }
+
+struct Admitted {
+    admission: Admission,
+    regions: Regions,
+}
+
+/// A slot's regions: kept until its fence, which settles what was written into them.
+pub(crate) type Regions = Arc<[Arc<Region>]>;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Admission {
@@ -26,15 +36,29 @@ enum Admission {
 }
 
 impl Inbound {
-    pub(crate) fn admit(&self, slot: SlotUse) {
-        self.admitted.lock().entry(slot).or_insert(Admission::Open);
+    pub(crate) fn admit(&self, slot: SlotUse, regions: Regions) {
+        self.admitted.lock().entry(slot).or_insert(Admitted {
+            admission: Admission::Open,
+            regions,
+        });
+    }
+
+    /// Whether the peer was admitted already.
+    pub(crate) fn has(&self, slot: SlotUse) -> bool {
+        self.admitted.lock().contains_key(&slot)
+    }
+
+    /// A slot whose fence did not come to its end: its blocks are not given back.
+    pub(crate) fn keep(&self, slot: SlotUse, regions: Regions) {
+        let admission = Admission::Fencing;
+        self.admitted.lock().insert(slot, Admitted { admission, regions });
     }
 
     /// The slot was closed. False if the peer was never admitted, or has been told already.
     pub(crate) fn revoke(&self, slot: SlotUse, limit: Time) -> bool {
         match self.admitted.lock().get_mut(&slot) {
-            Some(admission) if *admission == Admission::Open => {
-                *admission = Admission::Revoked(limit);
+            Some(admitted) if admitted.admission == Admission::Open => {
+                admitted.admission = Admission::Revoked(limit);
                 true
             }
             _ => false,
@@ -45,10 +69,10 @@ impl Inbound {
     pub(crate) fn late_revocations(&self, now: Time) -> (Vec<SlotUse>, Option<Time>) {
         let mut late = Vec::new();
         let mut next: Option<Time> = None;
-        for (slot, admission) in self.admitted.lock().iter_mut() {
-            if let Admission::Revoked(limit) = *admission {
+        for (slot, admitted) in self.admitted.lock().iter_mut() {
+            if let Admission::Revoked(limit) = admitted.admission {
                 if limit <= now {
-                    *admission = Admission::Fencing;
+                    admitted.admission = Admission::Fencing;
                     late.push(*slot);
                 } else {
                     next = Some(next.map_or(limit, |next| next.min(limit)));
@@ -61,23 +85,25 @@ impl Inbound {
     /// When the next confirmation is late.
     pub(crate) fn next_revocation(&self) -> Option<Time> {
         let admitted = self.admitted.lock();
-        let limit = |admission: &Admission| match admission {
-            Admission::Revoked(limit) => Some(*limit),
+        let limit = |admitted: &Admitted| match admitted.admission {
+            Admission::Revoked(limit) => Some(limit),
             _ => None,
         };
         admitted.values().filter_map(limit).min()
     }
 
-    /// These are over: how many of them were known.
-    pub(crate) fn forget(&self, slots: &[SlotUse]) -> usize {
+    /// These are over: those of them that were known.
+    pub(crate) fn forget(&self, slots: &[SlotUse]) -> Vec<(SlotUse, Regions)> {
         let mut admitted = self.admitted.lock();
-        slots.iter().filter(|slot| admitted.remove(slot).is_some()).count()
+        let known = |slot: &SlotUse| Some((*slot, admitted.remove(slot)?.regions));
+        slots.iter().filter_map(known).collect()
     }
 
     /// The peer says that it has stopped. Whether that is news, and the slot is to be flushed; an error if it was never
     /// told to.
     pub(crate) fn confirmed(&self, slot: SlotUse) -> Result<bool, &'static str> {
-        match self.admitted.lock().get_mut(&slot) {
+        let mut admitted = self.admitted.lock();
+        match admitted.get_mut(&slot).map(|admitted| &mut admitted.admission) {
             Some(Admission::Open) => Err("it stops writing into a slot that is open"),
             Some(admission @ Admission::Revoked(_)) => {
                 *admission = Admission::Flushing;
@@ -89,8 +115,9 @@ impl Inbound {
     }
 
     /// All of them are over.
-    pub(crate) fn take_all(&self) -> Vec<SlotUse> {
-        self.admitted.lock().drain().map(|(slot, _)| slot).collect()
+    pub(crate) fn take_all(&self) -> Vec<(SlotUse, Regions)> {
+        let mut admitted = self.admitted.lock();
+        admitted.drain().map(|(slot, entry)| (slot, entry.regions)).collect()
     }
 
     /// How many there are.
@@ -114,7 +141,7 @@ mod tests {
         let at = Time::from_nanos;
         let inbound = Inbound::default();
         assert!(!inbound.revoke(slot, at(5)), "it was not admitted");
-        inbound.admit(slot);
+        inbound.admit(slot, Arc::new([]));
         assert!(inbound.confirmed(slot).is_err(), "it was not asked to stop");
         assert!(inbound.revoke(slot, at(5)));
         assert!(!inbound.revoke(slot, at(9)), "it was told once");
@@ -122,12 +149,12 @@ mod tests {
         assert_eq!(inbound.late_revocations(at(5)), (vec![slot], None));
         assert_eq!(inbound.late_revocations(at(6)), (vec![], None));
         assert_eq!(inbound.confirmed(slot), Ok(false), "its fence ends it");
-        assert_eq!(inbound.forget(&[slot, slot]), 1);
-        inbound.admit(slot);
+        assert_eq!(inbound.forget(&[slot, slot]).len(), 1);
+        inbound.admit(slot, Arc::new([]));
         assert!(inbound.revoke(slot, at(9)));
         assert_eq!(inbound.confirmed(slot), Ok(true));
         assert_eq!(inbound.late_revocations(at(9)), (vec![], None), "it was in time");
-        assert_eq!(inbound.forget(&[slot]), 1);
+        assert_eq!(inbound.forget(&[slot]).len(), 1);
         assert_eq!(inbound.count(), 0);
     }
 }

@@ -41,6 +41,7 @@ mod error;
 pub mod gid;
 mod inbound;
 mod link;
+mod memory;
 mod message;
 mod outbound;
 pub mod probe;

@@ -2,8 +2,8 @@
 //! transfer needs to know of both sides' memory.
 
 use std::collections::HashMap;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 
 use kvxfer_core::flow::{Direction, Remote, SendPart, SendSpec, TransferId};
 use kvxfer_core::memory::Region;
@@ -11,6 +11,7 @@ use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::{Error, ErrorKind, PoolId, Result};
 use parking_lot::Mutex;
 
+use crate::memory;
 use crate::message::SlotUse;
 use crate::registry::{RegionKeys, Registry, RemoteRegions};
 
@@ -54,9 +55,29 @@ pub(crate) struct TransferKeys {
     pub(crate) local: Vec<Arc<RegionKeys>>,
     /// The peer's pool.
     pub(crate) remote: Arc<RemoteRegions>,
+    /// Its own memory is the host's, which asks for nothing.
+    pub(crate) plain: bool,
+    // Whether its own memory still is what it was, looked at once.
+    verified: OnceLock<bool>,
 }
 
 impl TransferKeys {
+    /// Looks, once, whether the transfer's own memory still is what it was. The error is given to the first who asks.
+    ///
+    /// # Errors
+    /// `Some` with the domain's error for the first, `None` for the others.
+    pub(crate) fn verify(&self) -> Result<(), Option<Error>> {
+        if self.plain {
+            return Ok(());
+        }
+        let mut failure = None;
+        let good = *self.verified.get_or_init(|| {
+            failure = memory::verify(self.local.iter().map(|keys| keys.region())).err();
+            failure.is_none()
+        });
+        if good { Ok(()) } else { Err(failure) }
+    }
+
     /// Why such a transfer cannot be made one-sidedly.
     pub(crate) fn not_moved(&self) -> Option<Error> {
         let refused = |why: String| {
@@ -116,7 +137,12 @@ impl Outbound {
                 parsed
             }
         };
-        Ok(Arc::new(TransferKeys { local, remote: parsed }))
+        Ok(Arc::new(TransferKeys {
+            plain: memory::is_plain(&**regions),
+            local,
+            remote: parsed,
+            verified: OnceLock::new(),
+        }))
     }
 
     /// Takes a transfer.

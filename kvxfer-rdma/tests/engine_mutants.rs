@@ -272,6 +272,39 @@ fn reads_are_fenced() -> Verdict {
     check(close == Close::Waiting, format!("closed as {close:?}"))
 }
 
+/// What has arrived is what the memory shows.
+fn arrivals_are_shown() -> Verdict {
+    let site = Site::open();
+    let pair = site.pair();
+    let (_, region) = Shown::allocate(64 * KIB);
+    let (memory, target) = (pair.left.memory(&[64 * KIB]), pair.right.memory_of(vec![region]));
+    let stream = range(0, 64 * KIB);
+    memory.paint(&stream, 0xee);
+    let arrival = Arc::new(Arrival::default());
+    let slot = pair.right.grant(stream.clone(), &target, Some(arrival.clone()));
+    pair.push(&memory, stream.clone(), slot, &target, stream.clone());
+    check(arrival.wait(PATIENCE).is_some(), "it did not arrive")?;
+    check(
+        target.is_all(&stream, 0xee),
+        "the memory does not show what has arrived",
+    )
+}
+
+/// Nothing is sent from memory that is not what it was.
+fn other_memory_is_not_sent() -> Verdict {
+    let site = Site::open();
+    let pair = site.pair();
+    let (seen, region) = Shown::allocate(64 * KIB);
+    let (memory, target) = (pair.left.memory_of(vec![region]), pair.right.memory(&[64 * KIB]));
+    let stream = range(0, 64 * KIB);
+    memory.paint(&stream, 0xee);
+    seen.verify_fails.store(true, Ordering::SeqCst);
+    let arrival = Arc::new(Arrival::default());
+    let slot = pair.right.grant(stream.clone(), &target, Some(arrival.clone()));
+    pair.push(&memory, stream.clone(), slot, &target, stream.clone());
+    check(arrival.wait(ms(500)).is_none(), "other memory was sent")
+}
+
 type Scenario = (&'static str, fn() -> Verdict);
 
 /// The scenario that must notice.
@@ -285,6 +318,8 @@ fn scenario(mutant: Mutant) -> Scenario {
         Mutant::RevokedEarly => ("stopped means stopped", stopped_means_stopped),
         Mutant::IgnoreLinkEpoch => ("epochs are kept apart", epochs_are_kept_apart),
         Mutant::ReadWithoutGate => ("reads are fenced", reads_are_fenced),
+        Mutant::SkipSettle => ("arrivals are shown", arrivals_are_shown),
+        Mutant::SkipVerify => ("other memory is not sent", other_memory_is_not_sent),
         other => panic!("no scenario for {}", other.name()),
     }
 }

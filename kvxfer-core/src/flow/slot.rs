@@ -154,6 +154,11 @@ impl LiveSlot {
         self.phase
     }
 
+    /// None once it has ended.
+    pub(super) fn regions(&self) -> &Arc<[Arc<Region>]> {
+        &self.regions
+    }
+
     pub(super) fn gate(&self) -> &Arc<Gate> {
         &self.gate
     }

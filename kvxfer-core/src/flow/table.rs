@@ -200,6 +200,13 @@ impl SlotTable {
         chunks.iter().map(state).collect()
     }
 
+    /// The regions of an open slot, by the index that its streams' segments have. `None` if it has ended or is gone.
+    pub fn regions(&self, slot: SlotId, generation: Generation) -> Option<Arc<[Arc<Region>]>> {
+        let mut live = self.live(slot, generation)?;
+        let live = live.get();
+        (live.phase() == Phase::Open).then(|| live.regions().clone())
+    }
+
     /// Bytes applied so far, whether arrived, and the message. `None` if the slot is gone.
     pub fn progress(&self, slot: SlotId, generation: Generation) -> Option<SlotProgress> {
         self.live(slot, generation).map(|mut live| live.get().progress())

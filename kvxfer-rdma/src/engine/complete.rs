@@ -6,7 +6,7 @@ use kvxfer_core::transport::LinkEvent;
 
 use crate::counters::add;
 use crate::error::RdmaError;
-use crate::message::LinkMessage;
+use crate::message::{LinkMessage, SlotUse};
 use crate::verbs::{Completion, ErrorClass};
 
 use super::Turn;
@@ -120,8 +120,9 @@ impl Lane {
         let link = &self.link;
         let counters = &link.rails[usize::from(self.rail)].counters;
         // Outside before it is counted: counting may end the slot.
-        let made_fence = chunk.guard.take().is_some_and(|guard| guard.leave());
-        let state = match (chunk.direction, chunk.whole) {
+        let left = chunk.leave();
+        let made_fence = *left.as_ref().unwrap_or(&false);
+        let state = match (chunk.direction, chunk.whole && left.is_ok()) {
             (Direction::Write, true) => {
                 add(&counters.written_bytes, chunk.header.length.into());
                 ChunkState::Applied
@@ -144,6 +145,9 @@ impl Lane {
                 ChunkState::Refused
             }
         };
+        if let Err(error) = left {
+            link.memory_of_slot_failed(SlotUse::of(&chunk.header), error);
+        }
         if made_fence {
             link.emit(LinkEvent::SlotQuiet);
         }

@@ -173,6 +173,12 @@ impl Lane {
         let Some(keys) = link.keys(chunk.transfer) else {
             return Err(ChunkState::Missing);
         };
+        if let Err(error) = keys.verify() {
+            if let Some(error) = error {
+                link.memory_failed(chunk.transfer, error);
+            }
+            return Err(ChunkState::Missing);
+        }
         let (stream, guard) = match remote.direction {
             Direction::Write => {
                 if link.outbound.is_revoking(SlotUse::of(&header)) {
@@ -198,6 +204,7 @@ impl Lane {
                 }
             },
         };
+        let landed = (remote.direction == Direction::Read && !keys.plain).then(|| stream.clone());
         Ok(Current {
             local: Side::new(stream, &header, turn.scratch.list()),
             remote: Side::new(remote_stream.clone(), &header, turn.scratch.list()),
@@ -208,6 +215,7 @@ impl Lane {
                 direction: remote.direction,
                 whole: false,
                 guard,
+                landed,
                 keys,
                 requests: (next, u64::MAX),
             },

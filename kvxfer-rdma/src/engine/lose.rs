@@ -194,7 +194,7 @@ impl Lane {
         if chunk.direction == Direction::Read {
             self.link.slots.abandon(&chunk.header);
         }
-        chunk.guard.take().is_some_and(|guard| guard.leave())
+        chunk.leave().unwrap_or(false)
     }
 
     /// At the end of the engine: whatever was outstanding.

@@ -27,6 +27,7 @@ use crate::clock;
 use crate::device::Device;
 use crate::error::RdmaError;
 use crate::link::LinkCore;
+use crate::message::SlotUse;
 use crate::transport::Shared;
 use crate::verbs::{AsyncEventKind, CompletionBuffer, CompletionChannel, SendBatch};
 
@@ -64,6 +65,8 @@ pub(crate) enum Task {
     Watch(Arc<LinkCore>),
     /// End a link that had no rail.
     EndLink(Arc<LinkCore>),
+    /// Look at a slot's memory, then let the peer write into it; the peer may have asked.
+    Admit(Arc<LinkCore>, SlotUse, bool),
     /// The link cannot do what it was asked for.
     Fail(Arc<LinkCore>, Error),
 }
@@ -204,6 +207,10 @@ impl Engine {
                     }
                 }
                 Task::EndLink(link) => link.end_alone(),
+                Task::Admit(link, slot, asked) => {
+                    link.verify_and_admit(slot, asked);
+                    link.flush();
+                }
                 Task::Fail(link, error) => link.fail(error),
             }
         }

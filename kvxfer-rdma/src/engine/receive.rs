@@ -10,6 +10,8 @@ use kvxfer_core::{Error, ErrorKind};
 use crate::checksum;
 use crate::counters::add;
 use crate::error::RdmaError;
+use crate::inbound::Regions;
+use crate::memory::{self, Touched};
 use crate::message::{Closing, LinkMessage};
 
 use super::Turn;
@@ -157,6 +159,9 @@ impl Lane {
         let counters = &link.rails[usize::from(self.rail)].counters;
         let mut taken: Vec<ChunkHeader> = Vec::with_capacity(closing.chunks.len());
         let mut digest = closing.checksum.map(|_| checksum::new());
+        // All chunks of a close are one slot's, and a slot's regions are all asked at once.
+        let mut plain = None;
+        let mut landed: Option<(Touched, Regions)> = None;
         for header in closing.headers() {
             match link.slots.begin(link.peer.incarnation, &header) {
                 Ok(Placement::Place { stream, regions, gate }) => {
@@ -166,6 +171,10 @@ impl Lane {
                         checksum::feed(digest, &*stream, header.offset, header.length, |region| {
                             regions.get(region as usize)
                         });
+                    }
+                    if !*plain.get_or_insert_with(|| memory::is_plain(&*regions)) {
+                        let (touched, _) = landed.get_or_insert_with(|| (Touched::new(regions.len()), regions));
+                        touched.add(&*stream, header.offset, header.length);
                     }
                     taken.push(header);
                 }
@@ -188,6 +197,15 @@ impl Lane {
             && digest.finalize() != sent
         {
             self.corrupt(&closing, &taken);
+            return;
+        }
+        if let Some((touched, regions)) = landed
+            && let Err(error) = touched.settle(&regions)
+        {
+            for header in &taken {
+                link.slots.abandon(header);
+            }
+            link.memory_of_slot_failed(closing.slot, error);
             return;
         }
         for header in &taken {

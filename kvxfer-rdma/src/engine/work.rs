@@ -2,9 +2,11 @@
 
 use std::sync::Arc;
 
+use kvxfer_core::Result;
 use kvxfer_core::flow::{ByteStream, ChunkHeader, Direction, OwnedGateGuard, TransferId};
 use kvxfer_core::memory::Segment;
 
+use crate::memory::Touched;
 use crate::message::{Closing, SlotUse};
 use crate::outbound::TransferKeys;
 use crate::verbs::Sge;
@@ -45,6 +47,8 @@ pub(crate) struct SentChunk {
     pub(crate) whole: bool,
     /// Inside the fence of the blocks on this side, for as long as the device may touch them.
     pub(crate) guard: Option<OwnedGateGuard>,
+    /// What is read into, if that has to be settled.
+    pub(crate) landed: Option<Arc<dyn ByteStream>>,
     /// The registrations that its work requests name: the device may read them again until it is done, also after the
     /// transfer has arrived and is forgotten.
     pub(crate) keys: Arc<TransferKeys>,
@@ -53,6 +57,25 @@ pub(crate) struct SentChunk {
 }
 
 impl SentChunk {
+    /// Makes what was read visible, and leaves the fence. True if that made it; an error means that the blocks are never
+    /// given back.
+    pub(crate) fn leave(&mut self) -> Result<bool> {
+        let Some(guard) = self.guard.take() else {
+            return Ok(false);
+        };
+        if let Some(stream) = &self.landed {
+            let mut touched = Touched::new(self.keys.local.len());
+            touched.add(&**stream, self.header.offset, self.header.length);
+            let regions: Vec<_> = self.keys.local.iter().map(|keys| keys.region().clone()).collect();
+            if let Err(error) = touched.settle(&regions) {
+                tracing::error!(%error, "what was read could not be settled: its blocks are quarantined");
+                std::mem::forget(guard);
+                return Err(error);
+            }
+        }
+        Ok(guard.leave())
+    }
+
     pub(crate) fn has_request(&self, number: u64) -> bool {
         (self.requests.0..=self.requests.1).contains(&number)
     }

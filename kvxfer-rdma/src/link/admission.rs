@@ -9,29 +9,76 @@ use kvxfer_core::flow::SendEvent;
 use kvxfer_core::transport::LinkEvent;
 
 use super::LinkCore;
+use crate::engine::Task;
 use crate::error::RdmaError;
+use crate::inbound::Regions;
+use crate::memory;
 use crate::message::{LinkMessage, SlotUse};
 use crate::outbound::Wish;
 
 impl LinkCore {
-    pub(super) fn admit_slot(&self, slot: SlotUse) {
-        if self.admit_here(slot) {
-            self.tell(LinkMessage::Admitted(slot));
+    /// Lets the peer write into a slot, and tells it; if it has asked, also that it may not. Memory that is not the host's
+    /// is looked at first, by an engine.
+    pub(super) fn admit_slot(self: &Arc<Self>, slot: SlotUse, asked: bool) {
+        let Some(regions) = self.slots.regions(slot.slot, slot.generation) else {
+            if asked {
+                self.tell(LinkMessage::Refused(slot));
+            }
+            return;
+        };
+        if memory::is_plain(&*regions) || self.inbound.has(slot) {
+            self.admit_or_refuse(slot, regions, asked);
         } else {
+            self.engine(0).push(Task::Admit(self.clone(), slot, asked));
+        }
+    }
+
+    /// The same on an engine.
+    pub(crate) fn verify_and_admit(&self, slot: SlotUse, asked: bool) {
+        let Some(regions) = self.slots.regions(slot.slot, slot.generation) else {
+            if asked {
+                self.tell(LinkMessage::Refused(slot));
+            }
+            return;
+        };
+        match memory::verify(&*regions) {
+            Ok(()) => self.admit_or_refuse(slot, regions, asked),
+            Err(error) => {
+                self.memory_of_slot_failed(slot, error);
+                self.tell(LinkMessage::Refused(slot));
+            }
+        }
+    }
+
+    fn admit_or_refuse(&self, slot: SlotUse, regions: Regions, asked: bool) {
+        if self.admit_here(slot, regions) {
+            self.tell(LinkMessage::Admitted(slot));
+        } else if asked {
             self.tell(LinkMessage::Refused(slot));
         }
     }
 
+    /// A slot's own memory cannot be used: it ends with the reason, and never arrives.
+    pub(crate) fn memory_of_slot_failed(&self, slot: SlotUse, error: Error) {
+        tracing::warn!(slot = %slot.slot, generation = %slot.generation, %error, "a slot's memory has failed");
+        self.slots.corrupt(slot.slot, slot.generation);
+        self.emit(LinkEvent::SlotCorrupt {
+            slot: slot.slot,
+            generation: slot.generation,
+            error,
+        });
+    }
+
     /// Lets the peer write into a slot. False if the slot is closed, gone or another's, or the link has ended.
-    pub(super) fn admit_here(&self, slot: SlotUse) -> bool {
+    fn admit_here(&self, slot: SlotUse, regions: Regions) -> bool {
         if !self.slots.admit(self.peer.incarnation, slot.slot, slot.generation) {
             return false;
         }
-        self.inbound.admit(slot);
+        self.inbound.admit(slot, regions);
         // Either the link's end sees the slot in the books, or this sees that it has ended.
         let ended = self.ended();
-        if ended && self.inbound.forget(&[slot]) > 0 && self.all_fenced() {
-            self.quiet(&[slot]);
+        if ended && self.all_fenced() {
+            self.quiet(self.inbound.forget(&[slot]));
         }
         !ended
     }

@@ -123,11 +123,8 @@ impl Link for RdmaLink {
         if core.closing() {
             return;
         }
-        let slot = SlotUse { slot, generation };
-        if core.admit_here(slot) {
-            core.tell(LinkMessage::Admitted(slot));
-            core.flush();
-        }
+        core.admit_slot(SlotUse { slot, generation }, false);
+        core.flush();
     }
 
     fn revoke(&self, slot: SlotId, generation: Generation) {

@@ -115,8 +115,7 @@ impl LinkCore {
     /// Nothing of the link is left: what it had admitted is quiet.
     pub(super) fn end(self: &Arc<Self>) {
         if self.all_fenced() {
-            let quiet = self.inbound.take_all();
-            self.quiet(&quiet);
+            self.quiet(self.inbound.take_all());
         }
         self.report();
         self.transport.link_ended(self);

@@ -23,7 +23,7 @@ impl LinkCore {
             | LinkMessage::LaneDown { lane, .. } => lane.index,
             LinkMessage::Closing(closing) => closing.lane.index,
             LinkMessage::Admit(slot) => {
-                self.admit_slot(*slot);
+                self.admit_slot(*slot, true);
                 return Ok(());
             }
             LinkMessage::Admitted(slot) => {

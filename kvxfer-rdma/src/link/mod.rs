@@ -166,6 +166,13 @@ impl LinkCore {
         }
     }
 
+    /// A transfer's own memory cannot be used: nothing more of it is started, and its owner ends it.
+    pub(crate) fn memory_failed(&self, transfer: TransferId, error: Error) {
+        tracing::warn!(transfer = transfer.0, %error, "a transfer's memory has failed");
+        self.sender.lock().halt(transfer);
+        self.emit(LinkEvent::MemoryFailed { transfer, error });
+    }
+
     /// What a chunk's transfer needs to know of both sides' memory.
     pub(crate) fn keys(&self, id: TransferId) -> Option<Arc<TransferKeys>> {
         self.outbound.keys(id)

@@ -11,6 +11,8 @@ use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::{Error, ErrorKind, Time};
 
 use super::{LinkCore, Mail, Rail};
+use crate::inbound::Regions;
+use crate::memory;
 use crate::message::{LinkMessage, SlotUse};
 
 /// Queue pairs that exist, and who waits for which of them to be gone.
@@ -53,8 +55,7 @@ impl LinkCore {
                 !lanes.is_empty()
             });
         }
-        self.inbound.forget(&quiet);
-        self.quiet(&quiet);
+        self.quiet(self.inbound.forget(&quiet));
     }
 
     /// Whether it cannot be said that nothing of a lane lands any more.
@@ -82,8 +83,7 @@ impl LinkCore {
             drop(fences);
             tracing::warn!(peer = %self.peer.incarnation, slots = late.len(), "the peer did not confirm that it stopped writing: fencing its queue pairs");
             if none {
-                self.inbound.forget(&late);
-                self.quiet(&late);
+                self.quiet(self.inbound.forget(&late));
             } else {
                 let error = Error::new(ErrorKind::Transport, "the rail was fenced")
                     .at(format!("rdma to {}", self.peer.incarnation))
@@ -121,15 +121,21 @@ impl LinkCore {
 
     /// A device is flushed; with the last one the slot is quiet.
     pub(crate) fn device_flushed(&self, flushing: &Flushing) {
-        if flushing.devices_left.fetch_sub(1, Ordering::SeqCst) == 1 && self.inbound.forget(&[flushing.slot]) > 0 {
-            self.quiet(&[flushing.slot]);
+        if flushing.devices_left.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.quiet(self.inbound.forget(&[flushing.slot]));
         }
     }
 
-    /// The held gates of these slots are let go.
-    pub(super) fn quiet(&self, slots: &[SlotUse]) {
+    /// The held gates of these slots are let go, after what was written into them is settled.
+    pub(super) fn quiet(&self, slots: Vec<(SlotUse, Regions)>) {
         let mut any = false;
-        for slot in slots {
+        for (slot, regions) in slots {
+            if let Err(error) = memory::settle(&*regions) {
+                // What was written may still appear in the memory: it is not given back.
+                tracing::error!(slot = %slot.slot, generation = %slot.generation, %error, "what was written into a slot could not be settled: its blocks are quarantined");
+                self.inbound.keep(slot, regions);
+                continue;
+            }
             any |= self.slots.remote_quiet(slot.slot, slot.generation);
         }
         if any {

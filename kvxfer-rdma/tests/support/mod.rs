@@ -2,6 +2,7 @@
 // Each test binary uses a part of it.
 #![allow(dead_code, unreachable_pub, unused_imports, clippy::unwrap_used, missing_docs)]
 
+mod shown;
 mod site;
 
 use std::ops::Deref;
@@ -16,6 +17,7 @@ use kvxfer_rdma::{RdmaConfig, RdmaTransport};
 use kvxfer_testkit::transport::{self, Ends};
 
 pub use kvxfer_testkit::transport::*;
+pub use shown::*;
 pub use site::*;
 
 pub const KIB: u64 = 1 << 10;

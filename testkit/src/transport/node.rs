@@ -36,10 +36,13 @@ impl<T: Transport> Node<T> {
 
     /// Host memory of these lengths, registered to be read and written by peers.
     pub fn memory(&self, lengths: &[u64]) -> Memory {
-        let regions: Arc<[Arc<Region>]> = lengths
-            .iter()
-            .map(|length| Region::allocate(*length).unwrap())
-            .collect();
+        let allocate = |length: &u64| Region::allocate(*length).unwrap();
+        self.memory_of(lengths.iter().map(allocate).collect())
+    }
+
+    /// These regions, registered to be read and written by peers.
+    pub fn memory_of(&self, regions: Vec<Arc<Region>>) -> Memory {
+        let regions: Arc<[Arc<Region>]> = regions.into();
         let access = RegionAccess {
             serves: true,
             receives: true,

@@ -37,10 +37,8 @@ fn devices_are_what_the_configuration_says() {
         OK
     );
     // SAFETY: a text that the call made.
-    assert_eq!(
-        unsafe { CStr::from_ptr(text.as_ptr()) }.to_str().unwrap(),
-        "0001:8A:00.0"
-    );
+    let text = unsafe { CStr::from_ptr(text.as_ptr()) };
+    assert_eq!(text.to_str(), Ok("0001:8A:00.0"));
     let attribute = |number: u32, device: i32| {
         let mut value = -1i32;
         let answer = cu!(driver, cuDeviceGetAttribute(&raw mut value => *mut i32, number => u32, device => i32));

@@ -15,9 +15,13 @@ pub const OK: CUresult = CUresult::CUDA_SUCCESS;
 macro_rules! cu {
     ($driver:expr, $name:ident($($argument:expr => $type:ty),* $(,)?)) => {{
         type Function = unsafe extern "C" fn($($type),*) -> cudarc::driver::sys::CUresult;
-        // SAFETY: tests give the types that the driver has, and pointers to what lives.
+        let library = &$driver.library;
+        let name = concat!(stringify!($name), "\0");
+        // SAFETY: tests give the types that the driver has.
+        let symbol = unsafe { library.get::<Function>(name.as_bytes()) }.unwrap();
+        // SAFETY: tests give pointers to what lives.
+        #[allow(clippy::macro_metavars_in_unsafe)]
         unsafe {
-            let symbol = $driver.library.get::<Function>(concat!(stringify!($name), "\0").as_bytes()).unwrap();
             symbol($($argument),*)
         }
     }};

@@ -111,7 +111,8 @@ pub unsafe extern "C" fn ibv_reg_mr_iova2(
     unsafe { register(pd, "reg_mr", memory, length, iova, access, None) }
 }
 
-/// ibv_reg_dmabuf_mr: any descriptor that can be mapped, if the key `dmabuf` is on.
+/// ibv_reg_dmabuf_mr: any descriptor that can be mapped, if the key `dmabuf` is on. One of the fake CUDA driver's begins
+/// at its position.
 ///
 /// # Safety
 /// As the verb's.
@@ -141,7 +142,7 @@ pub unsafe extern "C" fn ibv_reg_dmabuf_mr(
     let inside = (offset & (PAGE - 1)) as usize;
     let mapped = inside + length as usize;
     let protection = libc::PROT_READ | libc::PROT_WRITE;
-    let from = (offset - inside as u64) as libc::off_t;
+    let from = (offset - inside as u64) as libc::off_t + first_byte(fd);
     // SAFETY: a new mapping, wherever the system wants it.
     let base = unsafe { libc::mmap(std::ptr::null_mut(), mapped, protection, libc::MAP_SHARED, fd, from) };
     if base == libc::MAP_FAILED {
@@ -160,6 +161,17 @@ pub unsafe extern "C" fn ibv_reg_dmabuf_mr(
             Some((base, mapped)),
         )
     }
+}
+
+/// Where the first byte that a descriptor stands for is in its file: what the fake CUDA driver exports begins at the
+/// position, since a file cannot be cut.
+fn first_byte(fd: c_int) -> libc::off_t {
+    let file = std::fs::read_link(format!("/proc/self/fd/{fd}")).unwrap_or_default();
+    if !file.starts_with("/memfd:fake-cuda (deleted)") {
+        return 0;
+    }
+    // SAFETY: asks for the position; moves nothing.
+    unsafe { libc::lseek(fd, 0, libc::SEEK_CUR) }
 }
 
 const PAGE: u64 = 4096;

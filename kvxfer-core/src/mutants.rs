@@ -93,6 +93,8 @@ mutants! {
         SourceDecidesArrival,
         /// A retracted offer's gate stays open.
         RetractWithoutGate,
+        /// What waits for an event is sent at once.
+        IgnoreEvent,
         /// Silence of a peer is not noticed.
         NeverLost,
         /// An offer is released while one of its members is open.

@@ -127,6 +127,7 @@ impl PushOptions {
         machine::TransferOptions {
             deadline: self.deadline,
             message: self.message.clone(),
+            after: None,
             priority: self.priority,
             checksum: self.checksum,
         }
@@ -151,6 +152,7 @@ impl PullOptions {
         machine::TransferOptions {
             deadline: self.deadline,
             message: None,
+            after: None,
             priority: self.priority,
             checksum: self.checksum,
         }

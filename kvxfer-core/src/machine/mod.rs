@@ -41,11 +41,12 @@ mod slots;
 mod timers;
 mod transfer;
 mod types;
+mod withheld;
 
 pub use config::{KEY_BYTES_MAX, MachineConfig, SOURCES_MAX, VERSIONS};
 pub use types::{
-    Action, ClaimOptions, ConnectionId, GrantOptions, HandleId, LinkCommand, MachineSetup, MemberVerdict, Notice,
-    OfferOptions, Outcome, PeerChange, PoolSetup, TransferOptions, TransportOffer, WaitingOn,
+    Action, ClaimOptions, ConnectionId, EventId, GrantOptions, HandleId, LinkCommand, MachineSetup, MemberVerdict,
+    Notice, OfferOptions, Outcome, PeerChange, PoolSetup, TransferOptions, TransportOffer, WaitingOn,
 };
 
 use claim::Claim;
@@ -60,6 +61,7 @@ use random::Random;
 use slots::{SlotKey, SlotUse};
 use timers::{TimerKey, Timers};
 use transfer::{Pull, Push};
+use withheld::Awaited;
 
 /// Connections that this side dials are numbered from here; accepted ones, by the driver, from below.
 const DIALED_FROM: u64 = 1 << 63;
@@ -98,6 +100,8 @@ pub struct Machine {
     keys: Keys,
     remote_claims: BTreeMap<(Incarnation, u64), RemoteClaim>,
     claims: BTreeMap<HandleId, Claim>,
+    /// Events that parts of offers and pushes wait for.
+    awaited: Awaited,
     /// Claims that found no slot.
     starved: BTreeSet<HandleId>,
     /// Slots of ended claims, until the source has noted the end.
@@ -207,6 +211,7 @@ impl Machine {
             keys,
             remote_claims: BTreeMap::new(),
             claims: BTreeMap::new(),
+            awaited: Awaited::default(),
             starved: BTreeSet::new(),
             ended_claims: BTreeMap::new(),
             grants: BTreeMap::new(),
@@ -291,7 +296,7 @@ impl Machine {
     /// `OutOfBounds` for tokens without blocks or layers that do not exist, `InvalidArgument` for tokens that were
     /// released before, `Busy` for too many parts, `Closed` if the offer has ended.
     pub fn ready(&mut self, now: Time, offer: HandleId, tokens: (u32, u32), layers: (u16, u16)) -> Result<()> {
-        let result = self.release_part(now, offer, tokens, layers);
+        let result = self.release_part(now, offer, tokens, layers, None);
         self.settle(now);
         result
     }
@@ -301,7 +306,7 @@ impl Machine {
     /// # Errors
     /// `OutOfBounds` for more tokens than were appended, `InvalidArgument` if it was finished, `Closed`.
     pub fn finish(&mut self, now: Time, offer: HandleId, token_end: u32) -> Result<()> {
-        let result = self.finish_offer_input(now, offer, token_end);
+        let result = self.finish_offer_input(now, offer, token_end, None);
         self.settle(now);
         result
     }

@@ -10,7 +10,8 @@ use super::member::RemoteClaim;
 use super::released::{PartRange, Released};
 use super::slots::{quarantined, unknown};
 use super::timers::TimerKey;
-use super::types::{HandleId, MemberVerdict, OfferOptions, Outcome};
+use super::types::{EventId, HandleId, MemberVerdict, OfferOptions, Outcome};
+use super::withheld::Withheld;
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::Gate;
 use crate::id::{Incarnation, PoolId};
@@ -33,7 +34,12 @@ pub(super) struct Offer {
     voided: Vec<Arc<Gate>>,
     /// The blocks appended so far, as a target, for the streams.
     pub(super) source: Arc<Target>,
+    /// What may be sent.
     pub(super) released: Released,
+    /// That, and what is withheld: each token of a layer is in it once.
+    reserved: Released,
+    /// Released by its owner, and not to be sent before something has happened.
+    pub(super) withheld: Withheld,
     pub(super) finished: Option<u32>,
     parts: u32,
     /// When it ends by itself, if its caller said so.
@@ -86,6 +92,8 @@ impl Offer {
             "fence"
         } else if self.live.is_empty() {
             "claim"
+        } else if !self.withheld.is_empty() {
+            "event"
         } else if self.finished.is_none() {
             "parts"
         } else {
@@ -144,6 +152,8 @@ impl Machine {
             voided: Vec::new(),
             source,
             released: Released::new(layers),
+            reserved: Released::new(layers),
+            withheld: Withheld::default(),
             finished: None,
             parts: 0,
             strict,
@@ -209,6 +219,7 @@ impl Machine {
         id: HandleId,
         tokens: (u32, u32),
         layers: (u16, u16),
+        after: Option<EventId>,
     ) -> Result<()> {
         let parts_max = self.config.parts_max;
         let offer = self.open_offer(id)?;
@@ -233,14 +244,20 @@ impl Machine {
                 .because(format!("an offer has at most {parts_max}"))
                 .remedy("release larger parts, or raise limits.parts_max"));
         }
-        let range = offer.released.release(tokens, layers)?;
+        let range = offer.reserved.release(tokens, layers)?;
         offer.parts += 1;
         offer.since = now;
-        self.give_parts(now, id, &[range]);
+        self.open_parts(now, id, vec![range], after);
         Ok(())
     }
 
-    pub(super) fn finish_offer_input(&mut self, now: Time, id: HandleId, token_end: u32) -> Result<()> {
+    pub(super) fn finish_offer_input(
+        &mut self,
+        now: Time,
+        id: HandleId,
+        token_end: u32,
+        after: Option<EventId>,
+    ) -> Result<()> {
         let offer = self.open_offer(id)?;
         offer.check_unfinished()?;
         let short = offer
@@ -257,7 +274,7 @@ impl Machine {
                     .remedy("append the missing blocks first"),
             );
         }
-        let released = offer.released.token_end();
+        let released = offer.reserved.token_end();
         if token_end < released {
             return Err(
                 Error::new(ErrorKind::InvalidArgument, format!("a request of {token_end} tokens"))
@@ -267,8 +284,8 @@ impl Machine {
         }
         offer.finished = Some(token_end);
         offer.since = now;
-        let rest = offer.released.release_rest(token_end);
-        self.give_parts(now, id, &rest);
+        let rest = offer.reserved.release_rest(token_end);
+        self.open_parts(now, id, rest, after);
         let members: Vec<(Incarnation, u64)> = self.offers[&id].live.iter().copied().collect();
         for (peer, claim) in members {
             self.check_covered(now, peer, claim);
@@ -276,12 +293,21 @@ impl Machine {
         Ok(())
     }
 
-    /// Gives newly released parts to all members that have a grant.
-    fn give_parts(&mut self, now: Time, id: HandleId, parts: &[PartRange]) {
-        let members: Vec<(Incarnation, u64)> = match self.offers.get(&id) {
-            Some(offer) => offer.live.iter().copied().collect(),
-            None => return,
-        };
+    /// Gives parts to all members that have a grant: at once, or when the event has happened.
+    fn open_parts(&mut self, now: Time, id: HandleId, parts: Vec<PartRange>, after: Option<EventId>) {
+        match after.filter(|_| !mutants::is(Mutant::IgnoreEvent)) {
+            Some(event) => self.withhold_parts(id, event, parts),
+            None => self.give_parts(now, id, &parts),
+        }
+    }
+
+    /// Gives parts to all members that have a grant, and to those that get one later.
+    pub(super) fn give_parts(&mut self, now: Time, id: HandleId, parts: &[PartRange]) {
+        let Some(offer) = self.offers.get_mut(&id) else { return };
+        for part in parts {
+            offer.released.add(part);
+        }
+        let members: Vec<(Incarnation, u64)> = offer.live.iter().copied().collect();
         for (peer, claim) in members {
             self.give_to_member(now, peer, claim, parts);
         }
@@ -298,10 +324,12 @@ impl Machine {
         offer.voided.push(gate);
         offer.source = source_target(Selection::default());
         offer.released = Released::new(layers);
+        offer.reserved = Released::new(layers);
         offer.finished = None;
         offer.parts = 0;
         offer.since = now;
         let (attempt, members) = (offer.attempt, offer.live.iter().copied().collect::<Vec<_>>());
+        self.forget_withheld(id);
         for (peer, claim) in members {
             self.restart_member(now, peer, claim, attempt);
         }
@@ -389,6 +417,7 @@ impl Machine {
         }
         offer.ending = Some(OfferEnd { why });
         offer.since = now;
+        self.forget_withheld(id);
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
         self.timers.set(TimerKey::Fence(id), now + limit);

@@ -60,6 +60,16 @@ impl Released {
         })
     }
 
+    /// Takes over what another set has released.
+    pub(super) fn add(&mut self, part: &PartRange) {
+        for layer in &mut self.layers[usize::from(part.layers.0)..usize::from(part.layers.1)] {
+            if part.tokens.0 < part.tokens.1 {
+                layer.add(part.tokens);
+            }
+            layer.states |= part.states;
+        }
+    }
+
     /// One past the last token released of any layer.
     pub(super) fn token_end(&self) -> u32 {
         let ends = self.layers.iter().filter_map(|layer| layer.tokens.last());
@@ -185,6 +195,28 @@ mod tests {
         );
         assert_eq!(released.all(64), vec![part((0, 64), (0, 3), true)]);
         assert_eq!(released.release_rest(64), vec![]);
+    }
+
+    #[test]
+    fn what_another_set_released_is_taken_over_in_any_order() {
+        let mut reserved = Released::new(2);
+        let first = reserved.release((0, 16), (0, 2)).unwrap();
+        let second = reserved.release((16, 32), (1, 2)).unwrap();
+        let rest = reserved.release_rest(40);
+        let mut released = Released::new(2);
+        for part in [second].iter().chain(&rest).chain([&first]) {
+            released.add(part);
+        }
+        assert_eq!(released.all(40), reserved.all(40));
+        assert_eq!(released.all(40).len(), 1);
+        let mut states = Released::new(1);
+        states.add(&PartRange {
+            tokens: (8, 8),
+            layers: (0, 1),
+            states: true,
+        });
+        assert_eq!(states.all(8).len(), 1);
+        assert_eq!(states.token_end(), 0);
     }
 
     #[test]

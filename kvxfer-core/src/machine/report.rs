@@ -67,6 +67,7 @@ impl Machine {
             ("connections", self.connections.len()),
             ("links", self.links.len()),
             ("transports_failed", self.transports_failed()),
+            ("events_awaited", self.awaited.len()),
             ("link_transfers", self.link_transfers.len()),
             ("link_transfers_queued", queued),
             ("messages_unacknowledged", kept),

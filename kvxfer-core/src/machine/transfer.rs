@@ -6,7 +6,8 @@ use super::config::{BIND_AFTER, PLAN_LATER_BYTES};
 use super::links::{LinkPhase, RemoteSide, TransferOwner};
 use super::slots::{SlotKey, SlotOwner, maybe_written, quarantined, unknown};
 use super::timers::TimerKey;
-use super::types::{HandleId, Outcome, TransferOptions};
+use super::types::{EventId, HandleId, Outcome, TransferOptions};
+use super::withheld;
 use super::{Ending, Machine, UseOwner};
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::{Gate, MESSAGE_BYTES_MAX, PartExtent, SendPart, SendSpec, TransferId};
@@ -45,6 +46,8 @@ pub(super) struct Push {
     transfer: Option<TransferId>,
     bytes: u64,
     stage: PushStage,
+    /// It does not begin before this has happened.
+    held: Option<EventId>,
     /// Why it stops, if it was told to.
     ending: Option<Error>,
     verdict: Option<Verdict>,
@@ -83,6 +86,7 @@ impl Push {
     pub(super) fn waits_for(&self) -> &'static str {
         match (self.stage, &self.ending) {
             (_, Some(_)) => "fence",
+            (PushStage::Peer, _) if self.held.is_some() => "event",
             (PushStage::Peer, _) => "peer",
             (PushStage::Sending, _) => "acknowledgement",
             (PushStage::Asking, _) => "verdict",
@@ -141,6 +145,7 @@ impl Machine {
         self.want_grant_owner(now, grant)?;
         let id = self.new_handle();
         let deadline = deadline_of(now, grant, &options);
+        let held = options.after.filter(|_| !mutants::is(Mutant::IgnoreEvent));
         self.pushes.insert(
             id,
             Push {
@@ -159,6 +164,7 @@ impl Machine {
                 transfer: None,
                 bytes: 0,
                 stage: PushStage::Peer,
+                held,
                 ending: None,
                 verdict: None,
                 since: now,
@@ -166,7 +172,9 @@ impl Machine {
         );
         self.uses.insert(grant.name, UseOwner::Push(id));
         self.timers.set(TimerKey::Deadline(id), deadline);
-        if bytes >= PLAN_LATER_BYTES {
+        if let Some(event) = held {
+            self.awaited.add(event, id);
+        } else if bytes >= PLAN_LATER_BYTES {
             // Planned at the next turn, off the caller's thread: it does not notice the moment.
             self.timers.set(TimerKey::Bind(id), now);
         } else if self.has_session(peer)
@@ -183,7 +191,7 @@ impl Machine {
 
     /// There is a session: the blocks of both sides are known.
     fn start_push(&mut self, now: Time, id: HandleId) -> Result<()> {
-        let Some(push) = self.pushes.get(&id) else {
+        let Some(push) = self.pushes.get(&id).filter(|push| push.held.is_none()) else {
             return Ok(());
         };
         let peer = push.peer;
@@ -272,6 +280,17 @@ impl Machine {
         }
     }
 
+    /// What the push waited for has happened: it begins at the next turn, as one that is planned later does.
+    pub(super) fn push_event(&mut self, now: Time, id: HandleId, result: &Result<()>) {
+        let Some(push) = self.pushes.get_mut(&id) else { return };
+        push.held = None;
+        push.since = now;
+        match result {
+            Ok(()) => self.timers.set(TimerKey::Bind(id), now),
+            Err(error) => self.end_push(now, id, withheld::failed(error)),
+        }
+    }
+
     /// The receiver's data plane says that all bytes are in place.
     pub(super) fn push_arrived(&mut self, now: Time, id: HandleId) {
         if let Some(push) = self.pushes.get_mut(&id) {
@@ -323,6 +342,9 @@ impl Machine {
         push.since = now;
         let begun = push.stage != PushStage::Peer;
         let (peer, grant, transfer) = (push.peer, push.grant, push.transfer);
+        if let Some(event) = push.held.take() {
+            self.awaited.remove(event, id);
+        }
         self.fencing.insert(id);
         self.timers.clear(TimerKey::Deadline(id));
         self.timers.clear(TimerKey::Bind(id));
@@ -333,8 +355,14 @@ impl Machine {
                 self.stop_transfer(now, transfer, None);
             }
             self.send(now, peer, Message::GrantEnded { grant, error });
-        } else if let Some(push) = self.pushes.get_mut(&id) {
-            push.verdict = Some(Verdict::Failed(error));
+        } else {
+            if let Some(push) = self.pushes.get_mut(&id) {
+                push.verdict = Some(Verdict::Failed(error.clone()));
+            }
+            if self.has_session(peer) {
+                // Nothing was sent and nothing is asked: the owner shall not wait for its grant's deadline.
+                self.send(now, peer, Message::GrantEnded { grant, error });
+            }
         }
         self.fences_changed = true;
     }
@@ -389,6 +417,9 @@ impl Machine {
     fn finish_push(&mut self, now: Time, id: HandleId, result: Result<Outcome>) {
         let Some(push) = self.pushes.remove(&id) else { return };
         push.gate.close();
+        if let Some(event) = push.held {
+            self.awaited.remove(event, id);
+        }
         self.uses.remove(&push.grant);
         self.spend(now, push.grant);
         self.forget_timers(id);

@@ -18,6 +18,11 @@ use crate::wire::{EndpointAddress, Frame, Verdict};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct HandleId(pub u64);
 
+/// Something outside that parts and pushes can wait for, such as the end of a kernel. The driver numbers events and says
+/// once of each how it went, with [`Machine::event_happened`](super::Machine::event_happened); no number is used again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct EventId(pub u64);
+
 /// A session connection (not a lane). The machine numbers those it dials, from `1 << 63` up; the driver numbers those
 /// it accepts, from below that.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -243,6 +248,8 @@ pub struct TransferOptions {
     pub deadline: Option<Duration>,
     /// User message (push only), delivered with the arrival.
     pub message: Option<Arc<[u8]>>,
+    /// Nothing of the source is read before this has happened (push only).
+    pub after: Option<EventId>,
     /// Higher goes first.
     pub priority: u8,
     /// Payload checksums.

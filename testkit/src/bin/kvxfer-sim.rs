@@ -37,7 +37,7 @@ struct Arguments {
     #[arg(long)]
     mutant: Option<String>,
     /// Seeds given to each mutant, at most.
-    #[arg(long, default_value_t = 3_000)]
+    #[arg(long, default_value_t = 10_000)]
     mutant_seeds: u64,
     /// Threads; all cores if not given.
     #[arg(long)]

@@ -181,6 +181,13 @@ impl World {
                     });
                 }
                 self.with_machine(node, |machine, now| machine.cancel(now, handle));
+                if self.is_held(serial) {
+                    self.coverage.reach(Point::PushEndedHeld);
+                    if self.ledger[serial as usize].ended.is_none() {
+                        let words = format!("{} is cancelled while it is held, and lasts", self.describe(serial));
+                        self.fail("8 alive", words);
+                    }
+                }
             }
             Early::Decline => {
                 if let Some(Err(error)) = self.with_machine(node, |machine, now| machine.decline(now, handle)) {

@@ -146,6 +146,22 @@ points! {
     EndedMidway = "sources ended in the middle of a chunk",
     /// A state block was handed over.
     StateBlock = "state blocks handed over",
+    /// A part was released that waits for an event.
+    Withheld = "parts withheld for an event",
+    /// Several offers waited for one event.
+    EventShared = "events that several offers waited for",
+    /// A claim arrived all of whose sources had withheld parts.
+    ArrivedAfterEvents = "claims arrived after events",
+    /// An event happened when what waited for it had been restarted or had ended.
+    EventLate = "events of what had ended or restarted",
+    /// An event failed.
+    EventFailed = "events that failed",
+    /// An event never happened.
+    EventNever = "events that never happened",
+    /// A push waited for an event.
+    PushHeld = "pushes held for an event",
+    /// A push was ended while it waited for its event.
+    PushEndedHeld = "pushes ended while they were held",
     /// A lane between two devices came up.
     DirectLane = "one-sided lanes made",
     /// A slot was admitted to its writer's device.

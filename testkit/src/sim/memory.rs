@@ -37,6 +37,8 @@ pub(crate) struct SimPool {
     pub(crate) regions: Arc<[Arc<Region>]>,
     pub(crate) owner: Vec<Vec<Serial>>,
     pub(crate) stamp: Vec<Vec<Stamp>>,
+    /// Which event a byte waits for before it may be read; 0 is none.
+    pub(crate) sealed: Vec<Vec<u32>>,
     /// Free blocks by cache group; the last one freed is the next one given.
     free: Vec<Vec<BlockId>>,
     ever_used: Vec<Vec<bool>>,
@@ -71,6 +73,7 @@ impl SimPool {
             id,
             owner: bytes(0),
             stamp: bytes(0),
+            sealed: bytes(0),
             free,
             ever_used: used,
             regions: regions.into(),
@@ -122,6 +125,7 @@ impl SimPool {
                 let _ = self.regions[region].copy_in(offset as u64, &bytes);
                 self.owner[region][offset..offset + length].fill(owner);
                 self.stamp[region][offset..offset + length].fill(0);
+                self.sealed[region][offset..offset + length].fill(0);
             }
         }
     }
@@ -197,6 +201,16 @@ impl World {
                     break;
                 }
                 stamps.extend_from_slice(&pool.stamp[region][start..start + count]);
+                if let Some(event) = pool.sealed[region][start..start + count]
+                    .iter()
+                    .find(|event| **event != 0)
+                {
+                    let owner = pool.owner[region][start];
+                    trespass = Some(format!(
+                        "node {node} reads bytes of {} before event {event} has happened",
+                        self.describe(owner)
+                    ));
+                }
                 for owner in &pool.owner[region][start..start + count] {
                     let record = &self.ledger[*owner as usize];
                     if *owner == 0 || !record.is_source() || (record.ended.is_some() && !record.quarantined) {
@@ -437,7 +451,7 @@ impl World {
         }
     }
 
-    fn stamp(&mut self, serial: Serial, attempt: u32) -> Stamp {
+    pub(crate) fn stamp(&mut self, serial: Serial, attempt: u32) -> Stamp {
         let known = self
             .stamps
             .iter()
@@ -448,8 +462,17 @@ impl World {
         }) as Stamp
     }
 
-    /// A source's application writes its bytes.
+    /// A source's application writes its bytes, but for those that a kernel writes later.
     pub(crate) fn write_source(&mut self, serial: Serial, tokens: std::ops::Range<u32>, layers: std::ops::Range<u16>) {
+        self.write_where(serial, tokens, layers, 0);
+    }
+
+    /// A kernel has written the bytes that its event guards.
+    pub(crate) fn write_sealed(&mut self, serial: Serial, event: u32) {
+        self.write_where(serial, 0..u32::MAX, 0..u16::MAX, event);
+    }
+
+    fn write_where(&mut self, serial: Serial, tokens: std::ops::Range<u32>, layers: std::ops::Range<u16>, sealed: u32) {
         let record = &self.ledger[serial as usize];
         let attempt = match &record.what {
             What::Offer(offer) => offer.attempt,
@@ -467,12 +490,16 @@ impl World {
             Shape::Selection(selection) => {
                 let mut bytes = Vec::new();
                 pattern::for_each_run(&layout, selection, tokens, layers, |run| {
+                    let (region, offset) = (run.region as usize, run.offset as usize);
+                    if pool.sealed[region][offset] != sealed {
+                        return;
+                    }
                     bytes.resize(run.length as usize, 0);
                     content.generate(&layout, run, &mut bytes);
-                    let (region, offset) = (run.region as usize, run.offset as usize);
                     // Inside the region, since the layout was validated against it.
                     let _ = pool.regions[region].copy_in(run.offset, &bytes);
                     pool.stamp[region][offset..offset + bytes.len()].fill(stamp);
+                    pool.sealed[region][offset..offset + bytes.len()].fill(0);
                 });
             }
             Shape::Descriptors(pieces) => {
@@ -484,7 +511,9 @@ impl World {
                     position += length;
                     // As above.
                     let _ = pool.regions[region].copy_in(offset, &bytes);
-                    pool.stamp[region][offset as usize..(offset + length) as usize].fill(stamp);
+                    let span = offset as usize..(offset + length) as usize;
+                    pool.stamp[region][span.clone()].fill(stamp);
+                    pool.sealed[region][span].fill(0);
                 }
             }
         }

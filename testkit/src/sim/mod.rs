@@ -8,6 +8,7 @@
 mod claims;
 mod coverage;
 mod direct;
+mod events;
 mod faults;
 mod lanes;
 mod ledger;

@@ -208,14 +208,16 @@ impl World {
         }
     }
 
-    /// Who the process at this end is, if it still runs.
+    /// Who the process at this end is, or was: what the dead said before still arrives.
     fn incarnation_at(&self, index: ConnectionIndex, end: usize) -> Option<Incarnation> {
         let side = &self.connections[index].ends[end];
+        self.incarnations.get(&(side.node, side.life)).copied()
+    }
+
+    fn runs_at(&self, index: ConnectionIndex, end: usize) -> bool {
+        let side = &self.connections[index].ends[end];
         let node = &self.nodes[side.node];
-        node.body
-            .as_ref()
-            .filter(|_| node.life == side.life)
-            .map(|body| body.incarnation)
+        node.life == side.life && node.body.is_some()
     }
 
     /// Whether a connection that this node has open really leads to that process, alive or not.
@@ -261,7 +263,7 @@ impl World {
         let side = &self.connections[index].ends[end];
         let sender = &self.nodes[self.connections[index].ends[1 - end].node];
         // The dead and the stopped send nothing: what they repeat would be taken for a sign of life.
-        let silent = sender.stalled || self.incarnation_at(index, 1 - end).is_none();
+        let silent = sender.stalled || !self.runs_at(index, 1 - end);
         if side.open == stale || (silent && !stale) {
             return;
         }

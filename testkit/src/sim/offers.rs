@@ -135,13 +135,17 @@ impl World {
                         steps.push(Step::Ready {
                             tokens: start..end,
                             layers,
+                            gated: self.rng.percent(self.profile.gated_percent),
                         });
                     }
                 }
                 start = end;
             }
             steps.push(if last_round {
-                Step::Finish(tokens)
+                Step::Finish {
+                    tokens,
+                    gated: self.rng.percent(self.profile.gated_percent),
+                }
             } else {
                 Step::Restart
             });
@@ -191,7 +195,18 @@ impl World {
                     return;
                 }
             },
-            Step::Ready { tokens, layers } => {
+            Step::Ready {
+                tokens,
+                layers,
+                gated: true,
+            } => {
+                let range = (layers.start, layers.end);
+                let asked = (tokens.start, tokens.end);
+                self.after_event(node, serial, tokens, layers, |machine, now, event| {
+                    machine.ready_after(now, handle, asked, range, event)
+                })
+            }
+            Step::Ready { tokens, layers, .. } => {
                 self.write_source(serial, tokens.clone(), layers.clone());
                 let tokens = (tokens.start, tokens.end);
                 self.with_machine(node, |machine, now| {
@@ -199,12 +214,18 @@ impl World {
                 })
             }
             Step::Restart => self.restart_offer(node, serial, handle),
-            Step::Finish(tokens) => {
-                self.write_source(serial, 0..u32::MAX, 0..u16::MAX);
+            Step::Finish { tokens, gated } => {
                 if let What::Offer(offer) = &mut self.ledger[serial as usize].what {
                     offer.finished = true;
                 }
-                self.with_machine(node, |machine, now| machine.finish(now, handle, tokens))
+                if gated {
+                    self.after_event(node, serial, 0..u32::MAX, 0..u16::MAX, |machine, now, event| {
+                        machine.finish_after(now, handle, tokens, event)
+                    })
+                } else {
+                    self.write_source(serial, 0..u32::MAX, 0..u16::MAX);
+                    self.with_machine(node, |machine, now| machine.finish(now, handle, tokens))
+                }
             }
         };
         match outcome {

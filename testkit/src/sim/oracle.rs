@@ -124,6 +124,10 @@ impl World {
                 if pull {
                     self.must_be_validated(serial);
                 }
+                let came_from = &self.ledger[serial as usize].came_from;
+                if !came_from.is_empty() && came_from.iter().all(|source| self.had_withheld(*source)) {
+                    self.coverage.reach(Point::ArrivedAfterEvents);
+                }
                 self.coverage
                     .reach(if pull { Point::ClaimPulled } else { Point::ClaimArrived });
                 for (reached, point) in [

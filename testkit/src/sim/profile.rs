@@ -63,6 +63,10 @@ pub(crate) struct Profile {
     pub(crate) midway_permyriad: u64,
     /// Of a hundred handles: ended early by their application.
     pub(crate) meddling_percent: u64,
+    /// Of a hundred releases and pushes: those that wait for an event.
+    pub(crate) gated_percent: u64,
+    /// Of a thousand events: those that fail, and those that never happen.
+    pub(crate) lost_event_permille: (u64, u64),
     pub(crate) stalls: usize,
     pub(crate) crashes: usize,
     pub(crate) shutdowns: usize,
@@ -147,6 +151,8 @@ impl Profile {
             forge_permyriad: if_else(applications && rng.percent(30), 150, 0),
             midway_permyriad: if_else(applications, 100, 0),
             meddling_percent: if_else(applications, rng.within(10..60), 0),
+            gated_percent: *rng.pick(&[0, 25, 90]).unwrap_or(&0),
+            lost_event_permille: (if_else(applications, 30, 0), if_else(applications, 20, 0)),
             stalls: if_else(endpoints, rng.below(4), 0) as usize,
             crashes: if_else(endpoints, rng.below(3), 0) as usize,
             shutdowns: if_else(endpoints && rng.percent(20), 1, 0) as usize,

@@ -308,9 +308,10 @@ impl World {
         };
         let this = &self.workload.raws[raw];
         let push = this.access == Access::Write;
-        let options = TransferOptions {
+        let mut options = TransferOptions {
             deadline: this.deadline,
             message: this.message.clone().filter(|_| push),
+            after: None,
             priority: this.priority,
             checksum: this.checksum,
         };
@@ -328,7 +329,9 @@ impl World {
         let serial = self.record(node, pool, HandleId(u64::MAX), what, shape.clone(), limit);
         self.own_shape(serial, &shape, &blocks);
         let target = target_of(&shape);
-        if push {
+        if push && self.rng.percent(self.profile.gated_percent / 2) {
+            options.after = Some(self.hold_push(node, serial));
+        } else if push {
             self.write_source(serial, 0..u32::MAX, 0..u16::MAX);
         }
         let opened = self.with_machine(node, |machine, now| {

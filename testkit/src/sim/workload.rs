@@ -22,16 +22,49 @@ pub(crate) const RETRIES_MAX: u32 = 60;
 /// What an application does at a time.
 #[derive(Debug)]
 pub(crate) enum AppEvent {
-    OpenOffer { request: usize, source: usize, tries: u32 },
-    OfferStep { serial: Serial, step: usize, tries: u32 },
-    OpenClaim { request: usize, set: usize, member: usize },
-    FillClaim { serial: Serial, tries: u32 },
-    EndEarly { serial: Serial, how: Early },
-    Release { serial: Serial },
-    OpenGrant { raw: usize },
-    UseGrant { raw: usize, grant: Box<Grant>, tries: u32 },
+    OpenOffer {
+        request: usize,
+        source: usize,
+        tries: u32,
+    },
+    OfferStep {
+        serial: Serial,
+        step: usize,
+        tries: u32,
+    },
+    OpenClaim {
+        request: usize,
+        set: usize,
+        member: usize,
+    },
+    FillClaim {
+        serial: Serial,
+        tries: u32,
+    },
+    EndEarly {
+        serial: Serial,
+        how: Early,
+    },
+    Release {
+        serial: Serial,
+    },
+    OpenGrant {
+        raw: usize,
+    },
+    UseGrant {
+        raw: usize,
+        grant: Box<Grant>,
+        tries: u32,
+    },
+    /// Something that releases and pushes waited for has happened, or failed.
+    EventHappens {
+        event: u32,
+        fails: bool,
+    },
     AddPool,
-    RemovePool { tries: u32 },
+    RemovePool {
+        tries: u32,
+    },
     Drain,
 }
 
@@ -52,6 +85,7 @@ pub(crate) struct Workload {
     pub(crate) script_of: BTreeMap<Serial, usize>,
     /// Source blocks whose owner wants them back, and that wait for gates to be fenced.
     pub(crate) retracts: Vec<Retract>,
+    pub(crate) events: super::events::Events,
 }
 
 /// Blocks taken back from a source that may still be read.
@@ -98,9 +132,16 @@ impl Request {
 #[derive(Debug, Clone)]
 pub(crate) enum Step {
     Append(Range<u32>),
-    Ready { tokens: Range<u32>, layers: Range<u16> },
+    Ready {
+        tokens: Range<u32>,
+        layers: Range<u16>,
+        gated: bool,
+    },
     Restart,
-    Finish(u32),
+    Finish {
+        tokens: u32,
+        gated: bool,
+    },
 }
 
 impl World {
@@ -240,6 +281,7 @@ impl World {
             AppEvent::Release { serial } => self.release_after_use(serial),
             AppEvent::OpenGrant { raw } => self.open_grant(node, raw),
             AppEvent::UseGrant { raw, grant, tries } => self.use_grant(node, raw, *grant, tries),
+            AppEvent::EventHappens { event, fails } => self.event_happens(node, event, fails),
             AppEvent::AddPool => self.add_pool(node),
             AppEvent::RemovePool { tries } => self.remove_pool(node, tries),
             AppEvent::Drain => self.drain(node),

@@ -17,6 +17,11 @@ impl Machine {
                 Error::new(ErrorKind::InvalidArgument, "a user message with a pull").because("only a push carries one")
             );
         }
+        if options.after.is_some() {
+            return Err(Error::new(ErrorKind::InvalidArgument, "a pull after an event")
+                .because("only what is sent can wait for one")
+                .remedy("pull once the blocks may be written"));
+        }
         let own = self.pool(pool)?;
         if !own.receives {
             return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {pool}"))

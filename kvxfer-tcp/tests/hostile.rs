@@ -324,7 +324,7 @@ fn assert_live(world: &World, mut victim: Victim) {
 
 #[test]
 fn a_peer_that_sends_and_never_reads_is_held_up() {
-    let world = World::new(v4(), false);
+    let world = World::new(v4(), Kind::Host);
     let mut victim = Victim::new(&world);
     let stream = victim.lane();
     stream.set_nonblocking(true).unwrap();
@@ -361,7 +361,7 @@ fn a_peer_that_sends_and_never_reads_is_held_up() {
 #[test]
 fn hellos_of_strangers_are_refused() {
     for ip in [v4(), v6()] {
-        let world = World::new(ip, false);
+        let world = World::new(ip, Kind::Host);
         let mut victim = Victim::new(&world);
         let _lane = victim.lane();
         let adopt = |hello: LaneHello| {
@@ -408,7 +408,7 @@ proptest! {
         has_message in any::<bool>(), checksummed in any::<bool>(),
         tokens in prop_oneof![Just((0u32, u32::MAX)), (0u32..12_000, 0u32..12_000), any::<(u32, u32)>()],
     ) {
-        let world = World::new(v4(), false);
+        let world = World::new(v4(), Kind::Host);
         let mut victim = Victim::new(&world);
         let (regions, before, ..) = grant(&world, &victim);
         let mut stream = victim.lane();

@@ -46,7 +46,7 @@ fn switches() -> u64 {
 fn nothing_leaks_and_idle_endpoints_sleep() {
     idle_endpoints_sleep();
     let cycle = |round: u64| {
-        let world = World::new(v4(), round % 2 == 1);
+        let world = World::new(v4(), if round % 2 == 1 { Kind::staged() } else { Kind::Host });
         let proxy = world.proxy();
         let pair = world.through(small_buffers(), &proxy);
         let pool = 8 << 20;

@@ -380,7 +380,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
     #[test]
     fn any_segments_arrive(seed in any::<u64>(), total in 1u64..1_500_000, staged in any::<bool>(), checksum in any::<bool>()) {
-        let world = World::new(v4(), staged);
+        let world = World::new(v4(), if staged { Kind::staged() } else { Kind::Host });
         let pair = world.pair(TcpConfig::default());
         let mut rng = Rng::new(seed);
         let source: Arc<[Arc<Region>]> = Arc::new([world.region(1_000_000), world.region(500_000)]);

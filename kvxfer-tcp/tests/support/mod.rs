@@ -2,6 +2,7 @@
 // Each test binary uses a part of it.
 #![allow(dead_code, unreachable_pub, unused_imports, clippy::unwrap_used)]
 
+mod gpus;
 mod proxy;
 
 use std::io::Read;
@@ -22,6 +23,7 @@ use kvxfer_testkit::staged::StagedMemory;
 use kvxfer_testkit::transport::{self, Ends};
 use parking_lot::Mutex;
 
+pub use gpus::Gpus;
 pub use kvxfer_testkit::transport::*;
 pub use proxy::Proxy;
 
@@ -164,24 +166,53 @@ pub fn host(bytes: u64) -> Arc<[Arc<Region>]> {
     Arc::new([Region::allocate(bytes).unwrap()])
 }
 
-/// What a test runs in: host memory or a domain without a host view, over IPv4 or IPv6.
+/// What a test runs in: a kind of memory, over IPv4 or IPv6.
 pub struct World {
     pub ip: IpAddr,
-    pub staged: Option<Arc<StagedMemory>>,
+    pub memory: Kind,
+}
+
+/// What memory the regions are in.
+pub enum Kind {
+    Host,
+    /// A domain without a host view.
+    Staged(Arc<StagedMemory>),
+    /// Fake GPUs: each region on another device than the one before.
+    Cuda(Gpus),
+    /// The same, and every other region is the host's.
+    Mixed(Gpus),
+}
+
+impl Kind {
+    pub fn host() -> Kind {
+        Kind::Host
+    }
+
+    pub fn staged() -> Kind {
+        Kind::Staged(StagedMemory::new(Duration::from_micros(300), 7).unwrap())
+    }
+
+    pub fn cuda() -> Kind {
+        Kind::Cuda(Gpus::new(&[]))
+    }
+
+    pub fn mixed() -> Kind {
+        Kind::Mixed(Gpus::new(&[]))
+    }
 }
 
 impl World {
-    pub fn new(ip: IpAddr, staged: bool) -> World {
-        World {
-            ip,
-            staged: staged.then(|| StagedMemory::new(Duration::from_micros(300), 7).unwrap()),
-        }
+    pub fn new(ip: IpAddr, memory: Kind) -> World {
+        World { ip, memory }
     }
 
     pub fn region(&self, bytes: u64) -> Arc<Region> {
-        match &self.staged {
-            Some(domain) => domain.allocate(bytes).unwrap(),
-            None => Region::allocate(bytes).unwrap(),
+        match &self.memory {
+            Kind::Host => Region::allocate(bytes).unwrap(),
+            Kind::Staged(domain) => domain.allocate(bytes).unwrap(),
+            Kind::Cuda(gpus) => gpus.region(bytes),
+            Kind::Mixed(gpus) if gpus.regions() > gpus.host_regions() => gpus.host_region(bytes),
+            Kind::Mixed(gpus) => gpus.region(bytes),
         }
     }
 
@@ -204,11 +235,16 @@ impl World {
 
 impl Drop for World {
     fn drop(&mut self) {
-        if let Some(domain) = &self.staged
-            && !std::thread::panicking()
-        {
-            assert_eq!(domain.violations(), Vec::<String>::new());
-            assert!(domain.copies_done() > 0, "the staged path was not taken");
+        if std::thread::panicking() {
+            return;
+        }
+        match &mut self.memory {
+            Kind::Host => {}
+            Kind::Staged(domain) => {
+                assert_eq!(domain.violations(), Vec::<String>::new());
+                assert!(domain.copies_done() > 0, "the staged path was not taken");
+            }
+            Kind::Cuda(gpus) | Kind::Mixed(gpus) => gpus.end_well(),
         }
     }
 }
@@ -217,10 +253,22 @@ impl Drop for World {
 #[macro_export]
 macro_rules! in_every_world {
     ($($name:ident),* $(,)?) => {
-        mod host_ipv4 { $( #[test] fn $name() { super::$name(&super::World::new(super::v4(), false)); } )* }
-        mod host_ipv6 { $( #[test] fn $name() { super::$name(&super::World::new(super::v6(), false)); } )* }
-        mod staged_ipv4 { $( #[test] fn $name() { super::$name(&super::World::new(super::v4(), true)); } )* }
-        mod staged_ipv6 { $( #[test] fn $name() { super::$name(&super::World::new(super::v6(), true)); } )* }
+        $crate::in_world!(host_ipv4, v4, host, $($name),*);
+        $crate::in_world!(host_ipv6, v6, host, $($name),*);
+        $crate::in_world!(staged_ipv4, v4, staged, $($name),*);
+        $crate::in_world!(staged_ipv6, v6, staged, $($name),*);
+        $crate::in_world!(cuda, v4, cuda, $($name),*);
+        $crate::in_world!(cuda_and_host, v4, mixed, $($name),*);
+    };
+}
+
+/// The same, in one.
+#[macro_export]
+macro_rules! in_world {
+    ($world:ident, $ip:ident, $kind:ident, $($name:ident),*) => {
+        mod $world {
+            $( #[test] fn $name() { super::$name(&super::World::new(super::$ip(), super::Kind::$kind())); } )*
+        }
     };
 }
 

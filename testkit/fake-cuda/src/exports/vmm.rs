@@ -231,6 +231,8 @@ driver_calls! {
             }
             None => {
                 let handle = driver.new_handle() as u64;
+                // Taken off again when the handle is released.
+                *world.map.used.entry(physical.device).or_default() += physical.backing.length();
                 world.physicals.insert(handle, (physical.clone(), 1));
                 handle
             }

@@ -16,16 +16,15 @@ use crate::domain::pinned::{PinnedBlock, PinnedBytes};
 use crate::driver::{Code, Driver, Refused};
 use crate::error::CudaError;
 
-/// Holds at once.
-const HOLDS_MAX: usize = 512;
+/// Holds at once, with those that were released and whose streams have not come to them yet.
+const HOLDS_MAX: usize = 2048;
 /// Two words each: what the stream waits for, and what it writes when it has gone on.
 const WORD_BYTES: usize = 4;
 const BLOCK_BYTES: usize = 2 * HOLDS_MAX * WORD_BYTES;
 /// How long the end waits for streams that have been released to go on.
 const END_WAIT: Duration = Duration::from_millis(200);
 
-/// The words of all holds. Each use of a pair waits for the next higher value: a stream that has not come to an earlier
-/// wait yet finds it fulfilled.
+/// The words of all holds. A pair is used again when the stream that waited has gone on; each use has the next value.
 pub(crate) struct Holds {
     block: PinnedBlock,
     pairs: Mutex<Pairs>,
@@ -35,6 +34,8 @@ pub(crate) struct Holds {
 
 struct Pairs {
     free: Vec<usize>,
+    /// Their streams may not have come to their waits yet.
+    released: Vec<usize>,
     values: Vec<u32>,
 }
 
@@ -52,6 +53,7 @@ impl Holds {
             block: PinnedBlock::allocate(primary, BLOCK_BYTES, pinned)?,
             pairs: Mutex::new(Pairs {
                 free: (0..HOLDS_MAX).rev().collect(),
+                released: Vec::new(),
                 values: vec![0; HOLDS_MAX],
             }),
             unsure: AtomicBool::new(false),
@@ -65,6 +67,9 @@ impl Holds {
     pub(crate) unsafe fn hold(self: &Arc<Holds>, driver: &Driver, stream: CUstream) -> Result<StreamHold, CudaError> {
         let (index, value) = {
             let mut pairs = self.pairs.lock();
+            if pairs.free.is_empty() {
+                self.reclaim(&mut pairs);
+            }
             let Some(index) = pairs.free.pop() else {
                 return Err(CudaError::Limit {
                     what: "stream holds",
@@ -107,17 +112,29 @@ impl Holds {
 
     fn release(&self, index: usize, value: u32) {
         self.block.word(self.offset(index)).store(value, Ordering::Release);
-        self.pairs.lock().free.push(index);
+        self.pairs.lock().released.push(index);
     }
 
-    /// Whether every stream that ever waited has gone on.
+    fn reclaim(&self, pairs: &mut Pairs) {
+        let Pairs { free, released, values } = pairs;
+        released.retain(|index| {
+            let gone_on = self.has_gone_on(*index, values[*index]);
+            if gone_on {
+                free.push(*index);
+            }
+            !gone_on
+        });
+    }
+
+    /// Whether the stream that last waited for a pair's word has gone on.
+    fn has_gone_on(&self, index: usize, value: u32) -> bool {
+        self.block.word(self.offset(HOLDS_MAX + index)).load(Ordering::Acquire) == value
+    }
+
     fn all_have_gone_on(&self) -> bool {
         let pairs = self.pairs.lock();
         let mut pairs = pairs.values.iter().enumerate();
-        pairs.all(|(index, value)| {
-            let told = self.block.word(self.offset(HOLDS_MAX + index));
-            told.load(Ordering::Acquire).wrapping_sub(*value) as i32 >= 0
-        })
+        pairs.all(|(index, value)| self.has_gone_on(index, *value))
     }
 }
 

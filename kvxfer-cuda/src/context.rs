@@ -63,6 +63,11 @@ impl Primary {
         Current::push(&self.driver, self.context)
     }
 
+    /// The same, to give something back: what is not given back is lost, so it is tried twice.
+    pub(crate) fn enter_to_give_back(&self) -> Result<Current<'_>, Refused> {
+        self.enter().or_else(|_| self.enter())
+    }
+
     /// Makes the context current on this thread, which is ours, until [`unsettle`](Self::unsettle).
     pub(crate) fn settle(&self) -> Result<(), Refused> {
         // SAFETY: the context is live: `self` retains it, and the thread keeps `self`.

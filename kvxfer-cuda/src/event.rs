@@ -192,7 +192,7 @@ impl Drop for Captures {
             return;
         }
         let driver = self.primary.driver();
-        let Ok(_current) = self.primary.enter() else {
+        let Ok(_current) = self.primary.enter_to_give_back() else {
             return;
         };
         let streams = pool.streams.drain(..).map(|waiting| {

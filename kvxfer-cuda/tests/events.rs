@@ -224,17 +224,13 @@ fn with_context<T>(fake: &FakeCuda, context: usize, run: impl FnOnce() -> T) -> 
     // SAFETY: the library is loaded already; the symbols have these types.
     let library = unsafe { libloading::Library::new(fake.library_path()) }.unwrap();
     // SAFETY: a live context.
-    assert_eq!(
-        unsafe { library.get::<Push>(b"cuCtxPushCurrent_v2").unwrap()(context) },
-        0
-    );
+    let pushed = unsafe { library.get::<Push>(b"cuCtxPushCurrent_v2").unwrap()(context) };
+    assert_eq!(pushed, 0);
     let result = run();
     let mut popped = 0;
     // SAFETY: writes one handle.
-    assert_eq!(
-        unsafe { library.get::<Pop>(b"cuCtxPopCurrent_v2").unwrap()(&mut popped) },
-        0
-    );
+    let left = unsafe { library.get::<Pop>(b"cuCtxPopCurrent_v2").unwrap()(&mut popped) };
+    assert_eq!(left, 0);
     assert_eq!(popped, context, "our contexts are not left on the caller's thread");
     result
 }

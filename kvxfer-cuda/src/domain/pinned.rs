@@ -106,7 +106,7 @@ impl Drop for PinnedBlock {
             return;
         }
         self.counted.fetch_sub(self.length as u64, Ordering::Relaxed);
-        let freed = self.primary.enter().and_then(|_current| {
+        let freed = self.primary.enter_to_give_back().and_then(|_current| {
             // SAFETY: allocated by `allocate`, freed once. Who owns the block keeps it while the device may use it.
             unsafe { self.primary.driver().host_free(self.host.as_ptr().cast()) }
         });
@@ -171,7 +171,7 @@ impl Registered {
 
 impl Drop for Registered {
     fn drop(&mut self) {
-        let undone = self.primary.enter().and_then(|_current| {
+        let undone = self.primary.enter_to_give_back().and_then(|_current| {
             // SAFETY: registered by `Pins::pin`, undone once.
             unsafe { self.primary.driver().host_unregister(self.base as *mut c_void) }
         });

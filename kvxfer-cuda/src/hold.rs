@@ -4,10 +4,10 @@
 use std::ffi::c_void;
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use cudarc::driver::sys::CUstream;
+use cudarc::driver::sys::{CUevent, CUstream};
 use kvxfer_core::ErrorKind;
 use parking_lot::Mutex;
 
@@ -21,6 +21,8 @@ const HOLDS_MAX: usize = 2048;
 /// Two words each: what the stream waits for, and what it writes when it has gone on.
 const WORD_BYTES: usize = 4;
 const BLOCK_BYTES: usize = 2 * HOLDS_MAX * WORD_BYTES;
+/// `CU_EVENT_DISABLE_TIMING`.
+const NO_TIMING: u32 = 2;
 /// How long the end waits for streams that have been released to go on.
 const END_WAIT: Duration = Duration::from_millis(200);
 
@@ -28,9 +30,15 @@ const END_WAIT: Duration = Duration::from_millis(200);
 pub(crate) struct Holds {
     block: PinnedBlock,
     pairs: Mutex<Pairs>,
-    /// A stream may still wait, and could not be told to say when it does not.
-    unsure: AtomicBool,
+    /// Behind waits of streams that could not be told to write when they go on.
+    instead: Mutex<Vec<Instead>>,
 }
+
+/// What tells that a stream has gone on where no word does: an event, or nothing.
+struct Instead(Option<CUevent>);
+
+// SAFETY: a handle that the driver allows on any thread.
+unsafe impl Send for Instead {}
 
 struct Pairs {
     free: Vec<usize>,
@@ -45,6 +53,7 @@ pub struct StreamHold {
     holds: Arc<Holds>,
     index: usize,
     value: u32,
+    retired: bool,
 }
 
 impl Holds {
@@ -56,7 +65,7 @@ impl Holds {
                 released: Vec::new(),
                 values: vec![0; HOLDS_MAX],
             }),
-            unsure: AtomicBool::new(false),
+            instead: Mutex::default(),
         }))
     }
 
@@ -79,10 +88,11 @@ impl Holds {
             pairs.values[index] = pairs.values[index].wrapping_add(1);
             (index, pairs.values[index])
         };
-        let hold = StreamHold {
+        let mut hold = StreamHold {
             holds: Arc::clone(self),
             index,
             value,
+            retired: false,
         };
         let (word, told) = (self.device_word(index), self.device_word(HOLDS_MAX + index));
         // SAFETY: the caller vouches for the stream; the words live until it has gone on (see `Drop`). Waits until the
@@ -96,8 +106,15 @@ impl Holds {
         }
         // SAFETY: as above.
         if let Err(refused) = unsafe { driver.stream_write_value(stream, told, value, 0) } {
-            tracing::debug!(%refused, "a held stream will not tell when it goes on");
-            self.unsure.store(true, Ordering::Relaxed);
+            tracing::debug!(%refused, "an event tells when a held stream has gone on");
+            // The pair is not used again: see `StreamHold::drop`.
+            hold.retired = true;
+            self.block
+                .word(self.offset(HOLDS_MAX + index))
+                .store(value, Ordering::Release);
+            // SAFETY: the caller vouches for the stream, whose context is current.
+            let event = unsafe { event_behind(driver, stream) }.ok();
+            self.instead.lock().push(Instead(event));
         }
         Ok(hold)
     }
@@ -110,9 +127,11 @@ impl Holds {
         self.block.device() + self.offset(word) as u64
     }
 
-    fn release(&self, index: usize, value: u32) {
+    fn release(&self, index: usize, value: u32, retired: bool) {
         self.block.word(self.offset(index)).store(value, Ordering::Release);
-        self.pairs.lock().released.push(index);
+        if !retired {
+            self.pairs.lock().released.push(index);
+        }
     }
 
     fn reclaim(&self, pairs: &mut Pairs) {
@@ -141,15 +160,48 @@ impl Holds {
 impl Drop for Holds {
     /// All are released; but a stream may not have come to its wait yet, and would then read what is freed.
     fn drop(&mut self) {
+        let primary = Arc::clone(self.block.primary());
+        let instead = std::mem::take(self.instead.get_mut());
         let deadline = Instant::now() + END_WAIT;
-        while !self.all_have_gone_on() && !*self.unsure.get_mut() && Instant::now() < deadline {
+        let current = primary.enter_to_give_back();
+        // SAFETY: events of ours, live until they are destroyed below.
+        let happened = |event| current.is_ok() && unsafe { primary.driver().event_query(event) }.is_ok();
+        let over = loop {
+            let all = instead.iter().all(|Instead(event)| event.is_some_and(happened));
+            let over = all && self.all_have_gone_on();
+            if over || Instant::now() >= deadline || instead.iter().any(|Instead(event)| event.is_none()) {
+                break over;
+            }
             std::thread::sleep(Duration::from_millis(1));
+        };
+        for Instead(event) in instead {
+            if let Some(event) = event {
+                // SAFETY: ours, destroyed once.
+                let _ = unsafe { primary.driver().event_destroy(event) };
+            }
         }
-        if *self.unsure.get_mut() || !self.all_have_gone_on() {
-            tracing::warn!("a held stream has not gone on yet: a page of locked memory stays for it");
+        if !over {
+            tracing::warn!("a held stream has not gone on yet: its word in locked memory stays for it");
             self.block.keep();
         }
     }
+}
+
+/// An event of ours behind what is in a stream.
+///
+/// # Safety
+/// A live stream, whose context is current.
+unsafe fn event_behind(driver: &Driver, stream: CUstream) -> Result<CUevent, Refused> {
+    let mut event = std::ptr::null_mut();
+    // SAFETY: writes one handle.
+    unsafe { driver.event_create(&mut event, NO_TIMING) }?;
+    // SAFETY: both are live.
+    let recorded = unsafe { driver.event_record(event, stream) };
+    if recorded.is_err() {
+        // SAFETY: made above, and nobody else's.
+        let _ = unsafe { driver.event_destroy(event) };
+    }
+    recorded.map(|()| event)
 }
 
 impl StreamHold {
@@ -159,7 +211,7 @@ impl StreamHold {
 
 impl Drop for StreamHold {
     fn drop(&mut self) {
-        self.holds.release(self.index, self.value);
+        self.holds.release(self.index, self.value, self.retired);
     }
 }
 

@@ -200,10 +200,14 @@ pub(crate) fn classify(
     {
         let primary = Primary::retain(driver, ordinal).map_err(failed)?;
         let _current = primary.enter().map_err(failed)?;
-        if let Some(mapping) = mapping_at(driver, said, address).map_err(failed)? {
-            pointer.allocation = Some(mapping.extent);
-            pointer.mappings.push(mapping);
-            return Ok(pointer);
+        match mapping_at(driver, said, address) {
+            Ok(mapping) => {
+                pointer.allocation = Some(mapping.extent);
+                pointer.mappings.push(mapping);
+                return Ok(pointer);
+            }
+            Err(refused) if says_nothing_is_there(refused) => {}
+            Err(refused) => return Err(failed(refused)),
         }
     }
     let [base, length] =
@@ -212,29 +216,33 @@ pub(crate) fn classify(
     Ok(pointer)
 }
 
-/// The mapping at an address, with what is known of it; `None` if nothing is mapped there. A context is current.
-fn mapping_at(driver: &Driver, said: Said, address: u64) -> Result<Option<Mapping>, Refused> {
+/// Whether a refused look-up means that there is nothing to be found.
+fn says_nothing_is_there(refused: Refused) -> bool {
+    matches!(refused.code, Code::INVALID_VALUE | Code::NOT_FOUND)
+}
+
+/// The mapping at an address, with what is known of it. A context is current.
+fn mapping_at(driver: &Driver, said: Said, address: u64) -> Result<Mapping, Refused> {
     let (mut base, mut size) = (0, 0);
     // SAFETY: writes two integers.
-    match unsafe { driver.address_range(&mut base, &mut size, address) } {
-        Ok(()) => {}
-        Err(refused) if matches!(refused.code, Code::INVALID_VALUE | Code::NOT_FOUND) => return Ok(None),
-        Err(refused) => return Err(refused),
-    }
+    unsafe { driver.address_range(&mut base, &mut size, address) }?;
     let extent = Extent {
         base,
         length: size as u64,
     };
     if !extent.contains(address) {
-        return Ok(None);
+        return Err(Refused {
+            call: "cuMemGetAddressRange_v2",
+            code: Code::NOT_FOUND,
+        });
     }
     let made = made_for_gpudirect(driver, address)?;
-    Ok(Some(Mapping {
+    Ok(Mapping {
         extent,
         vmm: made.is_some(),
         gpudirect: made.unwrap_or(true),
         buffer_id: said.buffer_id(),
-    }))
+    })
 }
 
 /// Whether a mapping of virtual memory management was made for GPUDirect; `None` if the address is in no such mapping.
@@ -346,25 +354,34 @@ pub(crate) fn walk(
     while at < end {
         let said = ask(driver, at).map_err(failed)?;
         let kind = said.kind(devices);
-        let mapping = match kind {
+        let found = match kind {
             PointerKind::Device { ordinal: found, .. } if found == ordinal => {
-                mapping_at(driver, said, at).map_err(failed)?
+                mapping_at(driver, said, at).map_err(|refused| (says_nothing_is_there(refused), Some(refused)))
             }
-            _ => None,
+            _ => Err((true, None)),
         };
-        let Some(mapping) = mapping else {
-            let why = format!("{} of it from {at:#x} on: {kind}", bytes(end - at));
-            let remedy = "keep the range inside one allocation, and map all of it, on one device";
-            return Err(unfit(ErrorKind::OutOfBounds, why, remedy));
+        let mapping = match found {
+            Ok(mapping) => mapping,
+            Err((false, Some(refused))) => return Err(failed(refused)),
+            Err((_, refused)) => {
+                let rest = bytes(end - at);
+                let why = match refused {
+                    Some(refused) => format!("nothing is mapped in {rest} of it from {at:#x} on ({refused})"),
+                    None => format!("{rest} of it from {at:#x} on: {kind}"),
+                };
+                let remedy = "keep the range inside one allocation, and map all of it, on one device";
+                return Err(unfit(ErrorKind::OutOfBounds, why, remedy));
+            }
         };
         // Two allocations that lie next to each other are not one pool; mappings are what one reservation is made of.
         if !mapping.vmm && (at != address || mapping.extent.end() < end) {
-            let beyond = end - mapping.extent.end().max(address);
-            let why = format!(
-                "the allocation at {:#x} ends {} before it",
-                mapping.extent.base,
-                bytes(beyond)
-            );
+            let base = mapping.extent.base;
+            let why = match end.checked_sub(mapping.extent.end()) {
+                Some(beyond) if at == address => {
+                    format!("the allocation at {base:#x} ends {} before it", bytes(beyond))
+                }
+                _ => format!("from {at:#x} on it is in another allocation, at {base:#x}"),
+            };
             return Err(unfit(
                 ErrorKind::OutOfBounds,
                 why,

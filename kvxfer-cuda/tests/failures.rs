@@ -146,7 +146,7 @@ fn events(machine: &Machine, cuda: &Cuda) -> Result<()> {
     }
     let (sender, told) = unbounded();
     if let Ok(event) = captured {
-        cuda.watch(event, Box::new(move |result| sender.send(result).unwrap()));
+        cuda.watch(event, Box::new(move |result| drop(sender.send(result))));
     }
     let held = hold.map(kvxfer_cuda::StreamHold::release);
     engine.finish(stream).unwrap();
@@ -168,7 +168,15 @@ fn run(gather: Gather, settings: &[(&str, &str, &str)], call: &str, code: &str, 
             !matches!(error.kind(), ErrorKind::Internal | ErrorKind::DeadlineExceeded),
             "{fail}: {error}"
         );
-        assert!(error.to_string().contains("cu"), "{fail}: {error}");
+        // "Nothing is there", and "no attribute of this driver's", are answers too.
+        let nothing = [
+            ErrorKind::OutOfBounds,
+            ErrorKind::NotRegistered,
+            ErrorKind::InvalidArgument,
+        ];
+        let answer = nothing.contains(&error.kind()) || call == "cuDeviceGetAttribute";
+        let named = error.to_string().contains(call) || answer;
+        assert!(named, "{fail}: {error}");
     }
     assert!(
         errors.len() <= 2,

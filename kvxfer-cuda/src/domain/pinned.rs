@@ -72,6 +72,11 @@ impl PinnedBlock {
         })
     }
 
+    /// The context that it was allocated in.
+    pub(crate) fn primary(&self) -> &Arc<Primary> {
+        &self.primary
+    }
+
     /// Where the host sees it.
     pub(crate) fn host(&self) -> *mut u8 {
         self.host.as_ptr()

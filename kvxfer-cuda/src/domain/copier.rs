@@ -24,9 +24,9 @@ use crate::context::Primary;
 use crate::driver::Refused;
 use crate::error::CudaError;
 
-/// A stream that is busy is given more when it is at least this much: at 50 GB/s what lasts for 40 µs, longer than it takes
+/// A stream that is busy is given more when it is at least this much: at 50 GB/s what lasts for 80 µs, longer than it takes
 /// to see the end of what it is busy with.
-const BEHIND_BYTES_MIN: u64 = 2 << 20;
+const BEHIND_BYTES_MIN: u64 = 4 << 20;
 /// Copies that are known at once.
 const TICKETS_MAX: usize = 16 << 10;
 /// Lists of pieces that are kept for the next copies.

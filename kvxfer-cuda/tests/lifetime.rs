@@ -28,10 +28,8 @@ fn threads() -> Vec<String> {
 fn processor_time() -> Duration {
     let mut spent = libc::timespec { tv_sec: 0, tv_nsec: 0 };
     // SAFETY: writes one structure.
-    assert_eq!(
-        unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut spent) },
-        0
-    );
+    let asked = unsafe { libc::clock_gettime(libc::CLOCK_PROCESS_CPUTIME_ID, &mut spent) };
+    assert_eq!(asked, 0);
     Duration::new(spent.tv_sec as u64, spent.tv_nsec as u32)
 }
 

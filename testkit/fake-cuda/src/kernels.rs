@@ -39,6 +39,16 @@ const KERNELS: &[Kernel] = &[
         parameters: &[8, 4, 8, 8, 4],
         run: |arguments, machine| pieces(arguments, machine, false),
     },
+    Kernel {
+        name: "kvx_fill",
+        parameters: &[8, 8, 8, 4, 4, 8, 8],
+        run: fill,
+    },
+    Kernel {
+        name: "kvx_check",
+        parameters: &[8, 8, 8, 4, 4, 8, 8],
+        run: check,
+    },
 ];
 
 /// The kernel of that name.
@@ -99,6 +109,21 @@ impl Machine<'_> {
         Ok(())
     }
 
+    /// Writes memory.
+    pub(crate) fn write(&self, address: u64, bytes: &[u8]) -> Answer {
+        let spans = {
+            let world = self.driver.world.lock();
+            self.finder().spans(&world.map, address, bytes.len() as u64)?
+        };
+        let mut rest = bytes;
+        for span in spans {
+            let (first, others) = rest.split_at(span.length);
+            span.put(first);
+            rest = others;
+        }
+        Ok(())
+    }
+
     /// Writes a word of 32 bits, which whoever polls it sees whole and after everything before it.
     pub(crate) fn write_word(&self, address: u64, value: u32) -> Answer {
         if !address.is_multiple_of(4) {
@@ -134,4 +159,64 @@ fn pieces(arguments: &Arguments, machine: &Machine<'_>, gather: bool) -> Answer 
     }
     crate::work::copy(machine, Who::Kernel, &copies, true)?;
     machine.write_word(arguments.u64(3), arguments.u32(4))
+}
+
+/// Blocks as `kvx_fill` and `kvx_check` are told of them: (base, stride in words, list of 32-bit block ids, how many, words of
+/// a block, seed, ...).
+struct Blocks {
+    addresses: Vec<u64>,
+    words: u32,
+    seed: u64,
+}
+
+impl Blocks {
+    fn of(arguments: &Arguments, machine: &Machine<'_>) -> Answer<Blocks> {
+        let mut list = vec![0; arguments.u32(3) as usize * 4];
+        machine.read(arguments.u64(2), &mut list)?;
+        let block = |id: &[u8]| u64::from(u32::from_le_bytes([id[0], id[1], id[2], id[3]]));
+        let address = |id| arguments.u64(0) + 8 * arguments.u64(1) * block(id);
+        Ok(Blocks {
+            addresses: list.chunks_exact(4).map(address).collect(),
+            words: arguments.u32(4),
+            seed: arguments.u64(5),
+        })
+    }
+
+    /// What a block has to hold.
+    fn expected(&self, index: usize) -> Vec<u8> {
+        let word = |word: u32| {
+            let place = ((index as u64) << 32) + u64::from(word) + 1;
+            let mut value = self.seed.wrapping_add(0x9e37_79b9_7f4a_7c15_u64.wrapping_mul(place));
+            value = (value ^ (value >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            value = (value ^ (value >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            value ^ (value >> 31)
+        };
+        (0..self.words).flat_map(|at| word(at).to_le_bytes()).collect()
+    }
+}
+
+/// `kvx_fill`: fills blocks, after a wait of so many nanoseconds.
+fn fill(arguments: &Arguments, machine: &Machine<'_>) -> Answer {
+    std::thread::sleep(std::time::Duration::from_nanos(arguments.u64(6)));
+    let blocks = Blocks::of(arguments, machine)?;
+    for (index, &address) in blocks.addresses.iter().enumerate() {
+        machine.write(address, &blocks.expected(index))?;
+    }
+    Ok(())
+}
+
+/// `kvx_check`: adds how many words of the blocks are wrong to a word of 64 bits.
+fn check(arguments: &Arguments, machine: &Machine<'_>) -> Answer {
+    let blocks = Blocks::of(arguments, machine)?;
+    let mut wrong = 0u64;
+    let mut found = vec![0; blocks.words as usize * 8];
+    for (index, &address) in blocks.addresses.iter().enumerate() {
+        machine.read(address, &mut found)?;
+        let expected = blocks.expected(index);
+        let pairs = found.chunks_exact(8).zip(expected.chunks_exact(8));
+        wrong += pairs.filter(|(found, expected)| found != expected).count() as u64;
+    }
+    let mut count = [0; 8];
+    machine.read(arguments.u64(6), &mut count)?;
+    machine.write(arguments.u64(6), &(u64::from_le_bytes(count) + wrong).to_le_bytes())
 }

@@ -157,6 +157,11 @@ impl Lane {
         }
     }
 
+    /// Whether its copies may wait for others to be started, so that a device gets them together.
+    pub(crate) fn copies_can_wait(&self) -> bool {
+        matches!(&self.phase, Phase::Up(reader, ..) if !self.writer_copying && reader.copies_can_wait())
+    }
+
     /// Whether staging buffers are missing.
     pub(crate) fn starved(&self) -> bool {
         matches!(&self.phase, Phase::Up(reader, ..) if reader.starved || self.writer_starved)

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use crc_fast::{CrcAlgorithm, Digest};
-use kvxfer_core::flow::{ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_BYTES_MAX, Placement};
+use kvxfer_core::flow::{CHUNK_BYTES_MAX, ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_BYTES_MAX, Placement};
 use kvxfer_core::memory::Segment;
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::wire::lane::{HEADER_BYTES, LaneHeader, TRAILER_BYTES, Trailer};
@@ -25,7 +25,9 @@ const BUNCH_BYTES: u32 = 32 << 10;
 /// What is read and thrown away goes here, over and over.
 pub(crate) const SCRAP_BYTES: usize = 64 << 10;
 /// Copies into blocks that a lane has under way, at most.
-const SCATTERS_MAX: usize = 2;
+const SCATTERS_MAX: usize = 4;
+/// Copies of a lane that wait for each other, at most.
+const FRESH_MAX: usize = 3;
 
 /// The receiving half of a lane. Only its data thread touches it.
 pub(crate) struct Reader {
@@ -34,6 +36,8 @@ pub(crate) struct Reader {
     ahead: LookAhead,
     chunk: Option<InChunk>,
     scatters: VecDeque<Scatter>,
+    /// Those of them that have not been polled.
+    fresh: usize,
     /// The socket may have more.
     pub(crate) readable: bool,
     /// The connection is ending: its end is still to be read.
@@ -101,6 +105,7 @@ impl Reader {
             ahead: LookAhead::new(),
             chunk: None,
             scatters: VecDeque::new(),
+            fresh: 0,
             // Bytes may have come before the socket was watched.
             readable: true,
             ending: false,
@@ -134,6 +139,7 @@ impl Reader {
     /// slot with the reason; the lane goes on.
     pub(crate) fn poll_copies(&mut self, link: &LinkCore) -> bool {
         let mut moved = false;
+        self.fresh = 0;
         while let Some(front) = self.scatters.front_mut() {
             let mut failed = false;
             if let Some(job) = &mut front.job {
@@ -179,6 +185,23 @@ impl Reader {
         }
     }
 
+    /// Whether copies into blocks may wait for another, so that a device gets them together: one is coming, or was full
+    /// (a transfer's last chunks are its lanes' shares of the rest), and there is room for it.
+    pub(crate) fn copies_can_wait(&self) -> bool {
+        let coming = self
+            .chunk
+            .as_ref()
+            .is_some_and(|chunk| chunk.received < chunk.header.length);
+        let was_full = || {
+            let last = self.scatters.back().and_then(|scatter| scatter.end);
+            last.is_some_and(|(header, _)| header.length == CHUNK_BYTES_MAX)
+        };
+        (1..FRESH_MAX).contains(&self.fresh)
+            && self.scatters.len() < SCATTERS_MAX
+            && !self.starved
+            && (coming || was_full())
+    }
+
     /// Whether a copy into blocks is under way.
     pub(crate) fn copying(&self) -> bool {
         !self.scatters.is_empty()
@@ -200,6 +223,7 @@ impl Reader {
             let span = *from..*received;
             *from = *received;
             let job = scatter(to, header, span, buffer);
+            self.fresh += 1;
             self.scatters.push_back(Scatter {
                 job,
                 end: None,
@@ -547,6 +571,7 @@ impl Reader {
                         end = End::Abandoned(ChunkState::Refused);
                     }
                 }
+                self.fresh += 1;
                 self.scatters.push_back(Scatter {
                     job,
                     end: Some((header, end)),

@@ -17,8 +17,9 @@ use crate::sys;
 
 /// Messages in a lane's queue, at most: enough to fill a call with small ones.
 const QUEUE_MAX: usize = 128;
-/// Chunks of a lane that are staged or being staged, at most: some being copied while others are sent.
-const STAGED_MAX: usize = 4;
+/// Chunks of a lane that are staged or being staged, at most. Once no more than half of them are left, the others are
+/// taken: these are copied while those are sent, and a device gets several at a time.
+const STAGED_MAX: usize = 6;
 /// What a call to [`Writer::send`] came to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sent {
@@ -327,6 +328,9 @@ impl Writer {
 
     fn fill(&mut self, link: &LinkCore, lane: u16, now: Time) {
         // Staged chunks are taken ahead of the socket: they have a copy to make first.
+        if self.staged() > STAGED_MAX / 2 {
+            return;
+        }
         let wanted = |writer: &Writer| match writer.staged() {
             0 => writer.queued_bytes < u64::from(link.config.call_bytes_max),
             staged => staged < STAGED_MAX,

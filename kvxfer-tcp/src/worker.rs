@@ -24,6 +24,8 @@ const EVENTS_MAX: usize = 128;
 const COPY_POLLS_AT_ONCE: u32 = 16;
 const COPY_PAUSE_MIN: Duration = Duration::from_micros(10);
 const COPY_PAUSE_MAX: Duration = Duration::from_micros(500);
+/// Copies that may wait for others do so no longer than this.
+const COPY_PATIENCE: Duration = Duration::from_micros(500);
 
 /// The part of a data thread that others reach.
 pub(crate) struct WorkerShared {
@@ -99,6 +101,7 @@ pub(crate) struct Worker {
     /// Lanes with copies under way or waiting for staging buffers.
     copying: Vec<usize>,
     copy_polls: u32,
+    copies_polled: Time,
     scrap: Box<[u8]>,
     events: Vec<epoll::Event>,
 }
@@ -115,6 +118,7 @@ impl Worker {
             timers: BinaryHeap::new(),
             copying: Vec::new(),
             copy_polls: 0,
+            copies_polled: sys::now(),
             scrap: vec![0; SCRAP_BYTES].into_boxed_slice(),
             events: Vec::with_capacity(EVENTS_MAX),
         }
@@ -186,7 +190,9 @@ impl Worker {
     fn timeout(&mut self, limit: Option<Duration>) -> Option<Duration> {
         let mut timeout = limit;
         let mut shorten = |other: Duration| timeout = Some(timeout.map_or(other, |timeout| timeout.min(other)));
-        if !self.copying.is_empty() {
+        if let Some(patience) = self.copy_patience() {
+            shorten(patience);
+        } else if !self.copying.is_empty() {
             shorten(match self.copy_polls.checked_sub(COPY_POLLS_AT_ONCE) {
                 None => Duration::ZERO,
                 Some(polls) => (COPY_PAUSE_MIN * (1 << polls.min(8))).min(COPY_PAUSE_MAX),
@@ -266,10 +272,22 @@ impl Worker {
         }
     }
 
+    /// How much longer the copies may wait for others, if they may.
+    fn copy_patience(&self) -> Option<Duration> {
+        let lanes = self.copying.iter().map(|&index| self.lanes.get(index)?.as_ref());
+        let can_wait = |lane: Option<&Box<Lane>>| lane.is_none_or(|lane| lane.copies_can_wait());
+        if self.copying.is_empty() || !lanes.into_iter().all(can_wait) {
+            return None;
+        }
+        let waited = sys::now().since(self.copies_polled);
+        COPY_PATIENCE.checked_sub(waited).filter(|left| !left.is_zero())
+    }
+
     fn poll_copies(&mut self) {
-        if self.copying.is_empty() {
+        if self.copying.is_empty() || self.copy_patience().is_some() {
             return;
         }
+        self.copies_polled = sys::now();
         self.copy_polls = self.copy_polls.saturating_add(1);
         let mut starved = false;
         let mut moved = false;

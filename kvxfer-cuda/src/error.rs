@@ -79,8 +79,6 @@ pub enum CudaError {
         device: String,
         /// The first error.
         why: String,
-        /// Whether it may still write where it was told to.
-        may_write: bool,
     },
     /// A copy was not finished in time.
     #[error("a copy on {device} did not finish within {limit_ms} ms")]
@@ -99,7 +97,7 @@ pub enum CudaError {
         why: String,
     },
     /// The driver's last user has gone.
-    #[error("closed while it waited for an event")]
+    #[error("the CUDA driver's last user here has gone")]
     Closed,
 }
 
@@ -209,23 +207,22 @@ impl From<CudaError> for Error {
             CudaError::Limit { what, limit } => {
                 (format!("too many {what}"), String::new(), format!("{limit} are in use"))
             }
-            CudaError::Lost { device, why, .. } => ("a CUDA device is lost".to_owned(), device.clone(), why.clone()),
+            CudaError::Lost { device, why } => ("a CUDA device is lost".to_owned(), device.clone(), why.clone()),
             CudaError::Late { device, limit_ms } => (
                 "a copy".to_owned(),
                 device.clone(),
                 format!("it did not finish within {limit_ms} ms"),
             ),
             CudaError::Thread { name, why } => (format!("the thread {name}"), String::new(), why.clone()),
-            CudaError::Closed => ("a CUDA event".to_owned(), String::new(), error.to_string()),
+            CudaError::Closed => ("CUDA work".to_owned(), String::new(), error.to_string()),
         };
         let shown = Error::new(error.kind(), what)
             .at(place)
             .because(why)
             .remedy(error.remedy());
         match error {
-            CudaError::Lost { may_write: true, .. } | CudaError::Late { .. } => {
-                shown.destination_is(Destination::Quarantined)
-            }
+            // The device may still write.
+            CudaError::Late { .. } => shown.destination_is(Destination::Quarantined),
             _ => shown,
         }
     }
@@ -298,15 +295,17 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_may_still_write_quarantines_what_it_was_told_to_write() {
-        let lost = |may_write| {
-            Error::from(CudaError::Lost {
-                device: "cuda:0000:17:00.0".into(),
-                why: "it does not answer".into(),
-                may_write,
-            })
+    fn a_copy_that_may_still_write_quarantines_where_it_writes() {
+        let device = || "cuda:0000:17:00.0".to_owned();
+        let late = CudaError::Late {
+            device: device(),
+            limit_ms: 10_000,
         };
-        assert_eq!(lost(true).destination(), Destination::Quarantined);
-        assert_eq!(lost(false).destination(), Destination::Untouched);
+        assert_eq!(Error::from(late).destination(), Destination::Quarantined);
+        let lost = CudaError::Lost {
+            device: device(),
+            why: "its context is broken".into(),
+        };
+        assert_eq!(Error::from(lost).destination(), Destination::Untouched);
     }
 }

@@ -559,13 +559,45 @@ fn a_driver_that_vanishes_is_an_error_in_bounded_time_and_is_not_waited_for() {
     bench.fake.set_now("*", "vanish", "on").unwrap();
     let error = wait(&*domain, ticket).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::Transport, "{error}");
-    // Nobody knows whether the device still writes: the staging is not to be used again.
-    assert_eq!(error.destination(), kvxfer_core::error::Destination::Quarantined);
     let begun = std::time::Instant::now();
     std::mem::forget(staging);
     drop((regions, domain));
     drop(bench.cuda);
     assert!(begun.elapsed() < PIECE_OF_PATIENCE);
+}
+
+/// While the device may still write, a copy is not over, whatever the driver answers.
+#[test]
+fn a_device_that_cannot_be_asked_is_given_nothing_more_and_what_it_has_is_not_over_before_it_is() {
+    let bench = Bench::new();
+    let made = bench.region(64 * PIECE);
+    let domain = made.domain().clone();
+    let staging = Staging::pinned(&domain, 32 * PIECE).unwrap();
+    let segments: Vec<Segment> = (0..32).map(|index| segment(0, index * 2 * PIECE, PIECE)).collect();
+    let regions = [made];
+    bench.fake.set_now("*", "fail", "cuStreamQuery:NOT_PERMITTED").unwrap();
+    bench.fake.set_now("*", "stall", "own").unwrap();
+    let first = domain.start_gather(&regions, &segments, staging.view()).unwrap();
+    assert_eq!(domain.poll_copy(first).unwrap(), CopyState::Running);
+    let other = Staging::unpinned(PIECE);
+    until("the device is given up", || {
+        assert_eq!(domain.poll_copy(first).unwrap(), CopyState::Running);
+        bench.fake.count("cuStreamQuery") >= 10
+    });
+    until("nothing is started any more", || {
+        match domain.start_gather(&regions, &segments[..1], other.view()) {
+            Ok(_) => false,
+            Err(error) => {
+                assert_eq!(error.kind(), ErrorKind::Transport, "{error}");
+                assert!(error.to_string().contains("cuStreamQuery"), "{error}");
+                true
+            }
+        }
+    });
+    assert_eq!(domain.poll_copy(first).unwrap(), CopyState::Running);
+    bench.fake.set_now("*", "stall", "off").unwrap();
+    wait(&*domain, first).unwrap();
+    drop((regions, domain, staging));
 }
 
 const PIECE_OF_PATIENCE: Duration = Duration::from_secs(PATIENCE.as_secs() / 2);

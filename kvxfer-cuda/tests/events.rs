@@ -340,7 +340,8 @@ fn holds_are_bounded_and_their_words_are_used_again() {
                 released += 1;
                 hold.release();
             }
-            Ok(hold) => held.push(hold),
+            Ok(hold) if released + held.len() < 5000 => held.push(hold),
+            Ok(_) => panic!("words are used again while streams have not come to them"),
             Err(error) => break error,
         }
     };

@@ -550,13 +550,13 @@ impl CopyThread<'_> {
                 self.strikes += 1;
                 let broken = refused.code.breaks_context();
                 if self.strikes >= STRIKES_MAX || (broken && self.strikes >= STRIKES_BROKEN) {
-                    let marks = state.lose(CudaError::Lost {
+                    let error = CudaError::Lost {
                         device: shared.device.clone(),
                         why: refused.to_string(),
-                        may_write: !broken,
-                    });
+                    };
+                    let marks = state.lose(error, refused.code.ends_streams());
                     marks.into_iter().for_each(|mark| streams.unmark(mark));
-                    if !broken {
+                    if !refused.code.ends_streams() {
                         streams.keep_memory();
                         progress.keep_memory();
                     }
@@ -617,14 +617,17 @@ impl State {
         }
     }
 
-    /// Nothing is started any more, and nothing is waited for: returns what it would have been waited for by.
-    fn lose(&mut self, error: CudaError) -> Vec<Mark> {
+    /// Nothing is started any more, and the device is not asked any more: returns what it would have been asked for by.
+    ///
+    /// What was handed over fails if it has ended by that. If the device may still be at it, it goes on for whoever asks,
+    /// until the device writes its number, or for ever: an error would say that nothing is written any more.
+    fn lose(&mut self, error: CudaError, ended: bool) -> Vec<Mark> {
         tracing::error!(%error, "no copies with this device any more");
         self.fail_queued(&error);
         let flights = self.flights.iter_mut().flat_map(|flights| flights.drain(..));
         let marks = flights.map(|flight| flight.mark).collect();
         for ticket in self.tickets.values_mut() {
-            if matches!(ticket, Ticket::HandedOver { .. }) {
+            if ended && matches!(ticket, Ticket::HandedOver { .. }) {
                 *ticket = Ticket::Failed(error.clone());
             }
         }

@@ -78,7 +78,7 @@ impl Slow {
         let result = work(&block);
         match &result {
             // The device may still use it.
-            Err(CudaError::Late { .. } | CudaError::Lost { may_write: true, .. }) => block.keep(),
+            Err(CudaError::Late { .. }) => block.keep(),
             _ => *buffer = Some(block),
         }
         result

@@ -46,6 +46,13 @@ impl Code {
         )
     }
 
+    /// Whether a stream of ours that answers so again and again is gone, with its context or with the driver: nothing of it
+    /// runs any more.
+    pub fn ends_streams(self) -> bool {
+        // Not initialised, no such context or handle, and what the driver says when it does not know itself any more.
+        self.breaks_context() || matches!(self.0, 3 | 201 | 400 | 999)
+    }
+
     /// Whether it says that something is being captured into a graph.
     pub fn is_capture(self) -> bool {
         (900..=908).contains(&self.0)

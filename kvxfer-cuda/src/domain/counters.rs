@@ -4,8 +4,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use kvxfer_core::transport::Counter;
 
-use super::copier::Direction;
 use super::gate::Way;
+use super::job::Direction;
 
 const WAYS: [(Way, &str); 4] = [
     (Way::Single, "single"),

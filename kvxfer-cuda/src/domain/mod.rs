@@ -4,7 +4,9 @@ pub(crate) mod copier;
 mod counters;
 mod dmabuf;
 pub(crate) mod gate;
+mod job;
 pub(crate) mod pinned;
+mod progress;
 mod slow;
 mod streams;
 
@@ -27,7 +29,8 @@ use crate::error::CudaError;
 use crate::event::Captures;
 use crate::pointer::{self, Mapping, Range};
 use crate::probe::DeviceFacts;
-use copier::{Copier, Direction, Piece};
+use copier::Copier;
+use job::{Direction, Piece};
 use pinned::Pins;
 use slow::Slow;
 

@@ -6,7 +6,8 @@ use std::time::{Duration, Instant};
 use kvxfer_core::memory::{CopyState, CopyTicket};
 use parking_lot::Mutex;
 
-use super::copier::{Copier, Direction, Piece};
+use super::copier::Copier;
+use super::job::{Direction, Piece};
 use super::pinned::{PinnedBlock, PinnedBytes};
 use crate::context::Primary;
 use crate::error::CudaError;

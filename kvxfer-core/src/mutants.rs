@@ -131,6 +131,10 @@ mutants! {
         SkipSettle,
         /// Memory is used without a look whether it still is what it was.
         SkipVerify,
+        /// A chunk is sent from a staging buffer before its copy into it has ended.
+        SendBeforeGathered,
+        /// A chunk counts before its copy out of a staging buffer has ended.
+        CountBeforeScattered,
     }
 }
 

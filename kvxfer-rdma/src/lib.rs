@@ -48,6 +48,7 @@ pub mod probe;
 mod rails;
 mod random;
 pub mod registry;
+mod staging;
 pub mod sys;
 mod text;
 pub mod topology;

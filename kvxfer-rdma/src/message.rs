@@ -9,9 +9,11 @@ use kvxfer_core::{Error, ErrorKind, Generation, Result, SlotId};
 use serde::{Deserialize, Serialize};
 
 /// Version of the bodies. Another one is refused: both ends of a session speak the same.
-const VERSION: u8 = 1;
+const VERSION: u8 = 2;
 /// Chunks of one close, at most.
 pub(crate) const CLOSE_CHUNKS_MAX: usize = 64;
+/// Landings asked for, given or given back in one message, at most.
+pub(crate) const LANDINGS_MAX: usize = 4096;
 /// Text that a peer may send as a reason, in bytes; the rest is cut off when sending.
 const REASON_BYTES_MAX: usize = 512;
 
@@ -50,8 +52,23 @@ pub(crate) enum LinkMessage {
     Arrived(SlotUse),
     /// Sender to receiver: the user message of the transfer into that slot.
     UserMessage { slot: SlotUse, bytes: Vec<u8> },
+    /// Sender to receiver: I have so many more chunks for pools of yours that no device was given.
+    LandingWanted { lane: LaneName, count: u32 },
+    /// Receiver to sender: write such chunks here over that lane, each landing for one chunk, and name it in the close.
+    Landings { lane: LaneName, landings: Vec<Landing> },
+    /// Sender to receiver: these will not be closed, and nothing of mine is on its way to them any more.
+    LandingsUnused { lane: LaneName, landings: Vec<u32> },
     /// Either: a lane is lost here.
     LaneDown { lane: LaneName, why: String },
+}
+
+/// Memory of the receiver's that the sender may write one chunk to, densely and in stream order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Landing {
+    /// Its number on its lane: never used again there.
+    pub(crate) number: u32,
+    pub(crate) address: u64,
+    pub(crate) key: u32,
 }
 
 /// One end of a lane, as the other end needs to know it to connect its queue pair.
@@ -101,6 +118,8 @@ pub(crate) struct ClosedChunk {
     pub(crate) extent: PartExtent,
     pub(crate) offset: u64,
     pub(crate) length: u32,
+    /// Its bytes are not in place, but in this landing.
+    pub(crate) landing: Option<u32>,
 }
 
 impl SlotUse {
@@ -126,6 +145,11 @@ impl Closing {
     /// The immediate that belongs to it.
     pub(crate) const fn immediate(&self) -> u32 {
         self.slot.immediate(self.close)
+    }
+
+    /// Whether some of its bytes are still to be copied into their blocks.
+    pub(crate) fn has_landings(&self) -> bool {
+        self.chunks.iter().any(|chunk| chunk.landing.is_some())
     }
 
     pub(crate) fn headers(&self) -> impl Iterator<Item = ChunkHeader> + '_ {
@@ -235,6 +259,15 @@ fn check(message: &LinkMessage) -> std::result::Result<(), String> {
                 None => Ok(()),
             }
         }
+        LinkMessage::LandingWanted { count, .. } if *count as usize > LANDINGS_MAX => {
+            Err(format!("{count} landings wanted at once"))
+        }
+        LinkMessage::Landings { landings, .. } if landings.len() > LANDINGS_MAX => {
+            Err(format!("{} landings at once", landings.len()))
+        }
+        LinkMessage::LandingsUnused { landings, .. } if landings.len() > LANDINGS_MAX => {
+            Err(format!("{} landings given back at once", landings.len()))
+        }
         LinkMessage::UserMessage { bytes, .. } if bytes.len() > MESSAGE_BYTES_MAX => {
             Err(format!("a user message of {} bytes", bytes.len()))
         }
@@ -276,6 +309,7 @@ mod tests {
                     extent: PartExtent::WHOLE,
                     offset: 1 << 40,
                     length: 1 << 20,
+                    landing: Some(u32::MAX),
                 };
                 chunks
             ],
@@ -316,8 +350,8 @@ mod tests {
             outbox.bodies().remove(0)
         };
         assert!(parse(&[]).is_err());
-        assert!(parse(&[2]).is_err());
-        assert!(parse(&[1, 200]).is_err());
+        assert!(parse(&[VERSION + 1]).is_err());
+        assert!(parse(&[VERSION, 200]).is_err());
         assert!(parse(&encode(closing(CLOSE_CHUNKS_MAX + 1))).is_err());
         let good = encode(closing(3));
         for end in 2..good.len() {

@@ -57,6 +57,11 @@ pub(crate) struct TransferKeys {
     pub(crate) remote: Arc<RemoteRegions>,
     /// Its own memory is the host's, which asks for nothing.
     pub(crate) plain: bool,
+    // Of all regions of a side: some are not known to its devices; all can be seen by its processor.
+    local_staged: bool,
+    local_visible: bool,
+    remote_staged: bool,
+    remote_visible: bool,
     // Whether its own memory still is what it was, looked at once.
     verified: OnceLock<bool>,
 }
@@ -78,23 +83,24 @@ impl TransferKeys {
         if good { Ok(()) } else { Err(failure) }
     }
 
-    /// Why such a transfer cannot be made one-sidedly.
-    pub(crate) fn not_moved(&self) -> Option<Error> {
-        let refused = |why: String| {
-            Some(
-                Error::new(ErrorKind::Closed, "memory that no RDMA device was given")
-                    .at("rdma")
-                    .because(why)
-                    .remedy("name a transport behind it that copies (tcp), or make the memory known to the devices"),
-            )
-        };
-        if let Some(keys) = self.local.iter().find(|keys| keys.is_staged()) {
-            return refused(keys.refusals().to_owned());
-        }
-        self.remote
-            .is_staged()
-            .then(|| refused("the peer's pool goes through staging".to_owned()))
-            .flatten()
+    /// Why a transfer cannot be made one-sidedly.
+    pub(crate) fn not_moved(&self, direction: Direction) -> Option<Error> {
+        (direction == Direction::Read && self.remote_staged).then(|| {
+            Error::new(ErrorKind::Closed, "a read of memory that no RDMA device was given")
+                .at("rdma")
+                .because("the peer's pool goes through staging, which is for writes")
+                .remedy("name a transport behind it that copies (tcp), or have the owner write")
+        })
+    }
+
+    /// Whether this side's bytes go through a bounce: its devices do not have them, or a checksum has to see them.
+    pub(crate) fn needs_bounce(&self, direction: Direction, checksummed: bool) -> bool {
+        self.local_staged || (direction == Direction::Write && checksummed && !self.local_visible)
+    }
+
+    /// The same of the peer's side, for writes.
+    pub(crate) fn needs_landing(&self, checksummed: bool) -> bool {
+        self.remote_staged || (checksummed && !self.remote_visible)
     }
 }
 
@@ -139,6 +145,10 @@ impl Outbound {
         };
         Ok(Arc::new(TransferKeys {
             plain: memory::is_plain(&**regions),
+            local_staged: local.iter().any(|keys| keys.is_staged()),
+            local_visible: local.iter().all(|keys| keys.is_visible()),
+            remote_staged: parsed.is_staged(),
+            remote_visible: parsed.is_visible(),
             local,
             remote: parsed,
             verified: OnceLock::new(),

@@ -21,6 +21,7 @@ use crate::link::{LinkCore, RailPlace, RdmaLink};
 use crate::probe::{self, Level, ProbeOptions};
 use crate::rails;
 use crate::registry::{Registry, RegistryOptions};
+use crate::staging::Staging;
 use crate::topology::sysfs::{host_memory_place, nic_place};
 use crate::topology::{Candidate, MemoryPlace, Spread, interface_subnets, rank};
 use crate::verbs::Context;
@@ -144,7 +145,9 @@ fn open_devices(config: &Arc<RdmaConfig>) -> Result<Vec<Arc<EngineShared>>> {
             continue;
         }
         let ports = (next..).zip(numbers.iter().copied()).collect();
-        match Device::new(engines.len(), context.clone(), ports, config).and_then(EngineShared::new) {
+        match Device::new(engines.len(), context.clone(), ports, config)
+            .and_then(|device| EngineShared::new(device, config))
+        {
             Ok(engine) => {
                 next += numbers.len() as u16;
                 engines.push(engine);
@@ -171,7 +174,7 @@ impl Transport for RdmaTransport {
     fn capabilities(&self) -> Capabilities {
         Capabilities {
             one_sided: true,
-            staged: false,
+            staged: true,
         }
     }
 
@@ -231,6 +234,9 @@ impl Transport for RdmaTransport {
         let gauge = |name, value| Counter::of_transport(name, "rdma", value);
         out.push(gauge("links", links.len()));
         out.push(gauge("rdma_regions", self.shared.registry.len()));
+        let staging = |of: fn(&Staging) -> usize| self.shared.engines.iter().map(|engine| of(&engine.staging)).sum();
+        out.push(gauge("staging_allocated_bytes", staging(Staging::bytes)));
+        out.push(gauge("staging_buffers_in_use", staging(Staging::in_use)));
         out.push(gauge(
             "rdma_admitted_slots",
             links.iter().map(|link| link.inbound.count()).sum(),

@@ -14,6 +14,7 @@ use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::RdmaConfig;
+use kvxfer_testkit::staged::StagedMemory;
 use support::*;
 
 /// What was found to be wrong.
@@ -305,6 +306,24 @@ fn other_memory_is_not_sent() -> Verdict {
     check(arrival.wait(ms(500)).is_none(), "other memory was sent")
 }
 
+/// Bytes that go through staging at both ends are those that were sent, and no buffer is used for two things at once.
+fn staged_bytes_are_true() -> Verdict {
+    let site = Site::open();
+    let pair = site.pair();
+    let domain = StagedMemory::new(ms(20), 7).unwrap();
+    let memory = pair.left.memory_of(vec![domain.allocate(MIB).unwrap()]);
+    let target = pair.right.memory_of(vec![domain.allocate(MIB).unwrap()]);
+    memory.fill(0, 5);
+    let stream = range(0, MIB);
+    let arrival = Arc::new(Arrival::default());
+    let slot = pair.right.grant(stream.clone(), &target, Some(arrival.clone()));
+    pair.push(&memory, stream.clone(), slot, &target, stream.clone());
+    check(arrival.wait(PATIENCE).is_some(), "it did not arrive")?;
+    check(memory.bytes(&stream) == target.bytes(&stream), "other bytes arrived")?;
+    let misused = domain.violations();
+    check(misused.is_empty(), format!("{misused:?}"))
+}
+
 type Scenario = (&'static str, fn() -> Verdict);
 
 /// The scenario that must notice.
@@ -319,6 +338,7 @@ fn scenario(mutant: Mutant) -> Scenario {
         Mutant::IgnoreLinkEpoch => ("epochs are kept apart", epochs_are_kept_apart),
         Mutant::ReadWithoutGate => ("reads are fenced", reads_are_fenced),
         Mutant::SkipSettle => ("arrivals are shown", arrivals_are_shown),
+        Mutant::SendBeforeGathered | Mutant::CountBeforeScattered => ("staged bytes are true", staged_bytes_are_true),
         Mutant::SkipVerify => ("other memory is not sent", other_memory_is_not_sent),
         other => panic!("no scenario for {}", other.name()),
     }

@@ -1,5 +1,5 @@
 //! Memory that has to be settled after devices have written it, and looked at before it is used.
-#![allow(clippy::unwrap_used, missing_docs)]
+#![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs)]
 
 mod support;
 

@@ -117,6 +117,16 @@ impl Lane {
     }
 
     fn chunk_completed(&mut self, turn: &Turn<'_>, mut chunk: SentChunk) {
+        if chunk.direction == Direction::Read && chunk.whole && chunk.bounce.is_some() {
+            let counters = &self.link.rails[usize::from(self.rail)].counters;
+            add(&counters.read_bytes, chunk.header.length.into());
+            self.scatter_read(turn, chunk);
+            return;
+        }
+        if !chunk.whole {
+            // One that is whole was closed, and so handed over.
+            self.landing_unused(chunk.landing.take());
+        }
         let link = &self.link;
         let counters = &link.rails[usize::from(self.rail)].counters;
         // Outside before it is counted: counting may end the slot.

@@ -1,6 +1,6 @@
 //! Posting: chunks become work requests, as many as the queue pair and the window take, with one doorbell per batch.
 
-use kvxfer_core::flow::{Chunk, ChunkState, Direction, Payload, Placement};
+use kvxfer_core::flow::{Chunk, ChunkState, Direction, Payload};
 use kvxfer_core::memory::Segment;
 use kvxfer_core::mutants::{self, Mutant};
 
@@ -8,10 +8,12 @@ use crate::checksum;
 use crate::counters::add;
 use crate::error::RdmaError;
 use crate::message::{CLOSE_CHUNKS_MAX, ClosedChunk, Closing, LinkMessage, SlotUse};
+use crate::staging::BUFFER_BYTES;
 use crate::verbs::{Operation, Request, Sge};
 
 use super::Turn;
 use super::lane::{Lane, Pair};
+use super::staged::{STAGED_MAX, StagedChunk, StagedStep};
 use super::work::{Current, Marker, OpenClose, SentChunk, Side, StandsFor};
 
 /// One work request's bytes, at most: 1 MiB.
@@ -41,6 +43,17 @@ impl Registration {
         }
     }
 
+    /// A staging buffer.
+    fn whole(address: u64, key: u32) -> Registration {
+        Registration {
+            region: 0,
+            start: 0,
+            end: BUFFER_BYTES as u64,
+            address,
+            key,
+        }
+    }
+
     #[inline]
     fn covers(&self, region: u32, offset: u64) -> bool {
         region == self.region && (self.start..self.end).contains(&offset)
@@ -50,6 +63,14 @@ impl Registration {
     fn address(&self, offset: u64) -> u64 {
         self.address + (offset - self.start)
     }
+}
+
+/// A chunk that was begun.
+enum Begun {
+    /// It can be posted.
+    Current(Box<Current>),
+    /// It goes through staging first.
+    Staged(Box<StagedChunk>),
 }
 
 /// How far a chunk could be posted.
@@ -65,13 +86,16 @@ enum Step {
 impl Lane {
     /// Posts what the windows and the queue take, and closes what was posted.
     pub(super) fn fill(&mut self, turn: &mut Turn<'_>) {
-        if self.pair.as_ref().is_none_or(|pair| pair.current.is_none()) && !self.half_empty() {
+        self.advance_staged(turn);
+        let fresh = self.half_empty();
+        let idle = self.pair.as_ref().is_none_or(|pair| pair.current.is_none());
+        if idle && !fresh && !self.has_ready() {
             return;
         }
         let mut more = true;
         for _ in 0..ROUNDS_MAX {
             let Some(pair) = self.pair.as_mut() else { return };
-            if pair.current.is_none() && !self.next_chunk(turn) {
+            if pair.current.is_none() && !self.next_chunk(turn, fresh) {
                 more = false;
                 break;
             }
@@ -102,6 +126,7 @@ impl Lane {
         }
         self.close_open(turn);
         self.post(turn);
+        self.advance_staged(turn);
         self.kicked |= more;
     }
 
@@ -116,21 +141,39 @@ impl Lane {
         self.pair.as_ref().map_or(0, |pair| pair.room)
     }
 
-    /// Takes the next chunk that can be posted. False if there is none.
-    fn next_chunk(&mut self, turn: &mut Turn<'_>) -> bool {
+    /// Takes the next chunk that can be posted. False if there is none. New ones are begun only if `fresh`.
+    fn next_chunk(&mut self, turn: &mut Turn<'_>, fresh: bool) -> bool {
         loop {
             let Some(pair) = self.pair.as_ref() else { return false };
             if pair.room <= pair.open.len() as i64 + 2 {
                 return false;
             }
+            let full = pair.staged.len() >= STAGED_MAX;
+            if let Some(staged) = self.take_ready() {
+                let Some(current) = self.begin_staged(turn, staged) else {
+                    continue;
+                };
+                if let Some(pair) = &mut self.pair {
+                    pair.current = Some(current);
+                }
+                return true;
+            }
+            if !fresh || full {
+                return false;
+            }
             let chunk = self.link.sender.lock().next_chunk(self.rail, turn.now);
             let Some(chunk) = chunk else { return false };
             match self.begin(turn, &chunk) {
-                Ok(current) => {
+                Ok(Begun::Current(current)) => {
                     if let Some(pair) = &mut self.pair {
-                        pair.current = Some(current);
+                        pair.current = Some(*current);
                     }
                     return true;
+                }
+                Ok(Begun::Staged(staged)) => {
+                    if let Some(pair) = &mut self.pair {
+                        pair.staged.push_back(*staged);
+                    }
                 }
                 Err(state) => {
                     self.link.sender.lock().completed(
@@ -145,12 +188,12 @@ impl Lane {
         }
     }
 
-    /// Enters the fences that a chunk needs, or says what became of it.
-    fn begin(&mut self, turn: &mut Turn<'_>, chunk: &Chunk) -> Result<Current, ChunkState> {
+    /// Enters the fences that a chunk needs, or says what became of it. One that goes through staging enters them later.
+    fn begin(&mut self, turn: &mut Turn<'_>, chunk: &Chunk) -> Result<Begun, ChunkState> {
         let header = chunk.header;
         let link = &self.link;
         let next = self.pair.as_ref().map_or(0, |pair| pair.next);
-        let (stream, gate, remote, remote_stream) = match &chunk.payload {
+        let (stream, regions, gate, remote, remote_stream) = match &chunk.payload {
             Payload::Message(message, range) => {
                 link.tell(LinkMessage::UserMessage {
                     slot: SlotUse::of(&header),
@@ -161,10 +204,10 @@ impl Lane {
             }
             Payload::Stream {
                 stream,
+                regions,
                 gate,
                 remote: Some((remote, remote_stream)),
-                ..
-            } => (stream, gate, remote, remote_stream),
+            } => (stream, regions, gate, remote, remote_stream),
             Payload::Stream { .. } => {
                 tracing::error!(transfer = chunk.transfer.0, "a chunk without the peer's segments");
                 return Err(ChunkState::Refused);
@@ -179,47 +222,58 @@ impl Lane {
             }
             return Err(ChunkState::Missing);
         }
-        let (stream, guard) = match remote.direction {
-            Direction::Write => {
-                if link.outbound.is_revoking(SlotUse::of(&header)) {
-                    return Err(ChunkState::Refused);
-                }
-                // Closed: the transfer is being stopped.
-                (stream.clone(), Some(gate.enter_owned().ok_or(ChunkState::Missing)?))
+        let direction = remote.direction;
+        if direction == Direction::Write && link.outbound.is_revoking(SlotUse::of(&header)) {
+            return Err(ChunkState::Refused);
+        }
+        let needs_bounce = keys.needs_bounce(direction, header.checksummed);
+        let needs_landing = direction == Direction::Write && keys.needs_landing(header.checksummed);
+        if (needs_bounce || needs_landing) && header.length > 0 {
+            return Ok(Begun::Staged(Box::new(StagedChunk {
+                transfer: chunk.transfer,
+                header,
+                direction,
+                stream: stream.clone(),
+                remote: remote_stream.clone(),
+                regions: regions.clone(),
+                gate: gate.clone(),
+                keys,
+                needs_bounce,
+                needs_landing,
+                landing: None,
+                step: StagedStep::Waiting,
+            })));
+        }
+        let (stream, guard, landed) = match direction {
+            // Closed: the transfer is being stopped.
+            Direction::Write => (
+                stream.clone(),
+                Some(gate.enter_owned().ok_or(ChunkState::Missing)?),
+                None,
+            ),
+            Direction::Read => {
+                let (stream, regions, guard) = self.begin_read(&header)?;
+                let landed = (!keys.plain).then(|| (stream.clone(), regions));
+                (stream, guard, landed)
             }
-            Direction::Read => match link.slots.begin(link.peer.incarnation, &header) {
-                Ok(Placement::Place { stream, gate, .. }) => {
-                    let guard = gate.enter_owned();
-                    if guard.is_none() && !mutants::is(Mutant::ReadWithoutGate) {
-                        link.slots.abandon(&header);
-                        return Err(ChunkState::Refused);
-                    }
-                    (stream, guard.filter(|_| !mutants::is(Mutant::ReadWithoutGate)))
-                }
-                Ok(Placement::Scrap(state)) => return Err(state),
-                Ok(Placement::Message) => return Err(ChunkState::Refused),
-                Err(error) => {
-                    tracing::error!(%error, transfer = chunk.transfer.0, "a read that its own slot does not take");
-                    return Err(ChunkState::Refused);
-                }
-            },
         };
-        let landed = (remote.direction == Direction::Read && !keys.plain).then(|| stream.clone());
-        Ok(Current {
+        Ok(Begun::Current(Box::new(Current {
             local: Side::new(stream, &header, turn.scratch.list()),
             remote: Side::new(remote_stream.clone(), &header, turn.scratch.list()),
             posted: 0,
             sent: SentChunk {
                 transfer: chunk.transfer,
                 header,
-                direction: remote.direction,
+                direction,
                 whole: false,
                 guard,
+                bounce: None,
+                landing: None,
                 landed,
                 keys,
                 requests: (next, u64::MAX),
             },
-        })
+        })))
     }
 
     /// Turns a chunk's segments into work requests until it is done or nothing more fits.
@@ -250,11 +304,16 @@ impl Lane {
                 return Step::GivenUp;
             };
             if !far.covers(remote.region, remote.offset) {
-                let keys = &current.sent.keys.remote;
-                let Some(place) = keys.locate(remote.region, remote.offset, 1, remote_device) else {
-                    return Step::GivenUp;
+                far = match &current.sent.landing {
+                    Some(landing) => Registration::whole(landing.address, landing.key),
+                    None => {
+                        let keys = &current.sent.keys.remote;
+                        let Some(place) = keys.locate(remote.region, remote.offset, 1, remote_device) else {
+                            return Step::GivenUp;
+                        };
+                        Registration::new(&remote, place.address, place.rkey, place.until_edge)
+                    }
                 };
-                far = Registration::new(&remote, place.address, place.rkey, place.until_edge);
             }
             let wanted = remote
                 .length
@@ -266,11 +325,16 @@ impl Lane {
             while gathered < wanted && turn.scratch.gathered.len() < segments_max {
                 let Some(local) = current.local.peek() else { break };
                 if !near.covers(local.region, local.offset) {
-                    let keys = &current.sent.keys.local[local.region as usize];
-                    let Some(place) = keys.local(device.index, local.offset) else {
-                        return Step::GivenUp;
+                    near = match &current.sent.bounce {
+                        Some(bounce) => Registration::whole(bounce.address(), bounce.lkey()),
+                        None => {
+                            let keys = &current.sent.keys.local[local.region as usize];
+                            let Some(place) = keys.local(device.index, local.offset) else {
+                                return Step::GivenUp;
+                            };
+                            Registration::new(&local, place.address, place.lkey, place.until_edge)
+                        }
                     };
-                    near = Registration::new(&local, place.address, place.lkey, place.until_edge);
                 }
                 let length = local.length.min(near.end - local.offset).min(wanted - gathered);
                 turn.scratch.gathered.push(Sge {
@@ -336,7 +400,9 @@ impl Lane {
             pair.open.len() - 1
         });
         let open = &mut pair.open[place];
-        if let Some(digest) = &mut open.checksum {
+        if let (Some(digest), Some(bounce)) = (&mut open.checksum, &current.sent.bounce) {
+            bounce.feed(digest, header.length);
+        } else if let Some(digest) = &mut open.checksum {
             let keys = &current.sent.keys.local;
             checksum::feed(digest, current.local.stream(), header.offset, header.length, |region| {
                 keys.get(region as usize).map(|keys| keys.region())
@@ -386,6 +452,7 @@ impl Lane {
                     extent: chunk.header.extent,
                     offset: chunk.header.offset,
                     length: chunk.header.length,
+                    landing: chunk.landing.map(|landing| landing.number),
                 })
                 .collect(),
         };

@@ -12,6 +12,7 @@ use crate::device::Device;
 use crate::error::RdmaError;
 use crate::random;
 use crate::registry::{RegionKeys, Registry};
+use crate::staging::Staging;
 use crate::verbs::{
     CompletionBuffer, CompletionChannel, CompletionQueue, InitState, Operation, PathAddress, QueuePair,
     QueuePairCapacity, ReceiveState, Request, SendBatch, SendState, Sge,
@@ -111,7 +112,13 @@ impl Flusher {
     }
 
     /// Goes on with what waits.
-    pub(super) fn advance(&mut self, device: &Device, channel: &CompletionChannel, registry: &Registry, now: Time) {
+    pub(super) fn advance(
+        &mut self,
+        device: &Device,
+        channel: &CompletionChannel,
+        (registry, staging): (&Registry, &Staging),
+        now: Time,
+    ) {
         if let Some(running) = &mut self.running
             && !running.failed
             && running.outstanding == 0
@@ -147,6 +154,7 @@ impl Flusher {
                 .flat_map(|keys| keys.flush_targets(device.index))
                 .map(|target| (target.address, target.rkey))
                 .collect();
+            points.extend(staging.landings.flush_points());
             points.push(device.flush_page());
             let mut running = Running {
                 askers: self.waiting.drain(..).collect(),

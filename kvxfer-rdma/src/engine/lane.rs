@@ -2,6 +2,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvxfer_core::flow::{ChunkName, LaneName};
 use kvxfer_core::transport::LinkEvent;
@@ -11,9 +12,11 @@ use crate::device::Device;
 use crate::error::RdmaError;
 use crate::link::{Flushing, LinkCore, Mail, RailPlace};
 use crate::message::{Closing, LinkMessage, RailHello};
+use crate::staging::Buffer;
 use crate::verbs::{CompletionBuffer, CompletionQueue, Mtu, QueuePair};
 
 use super::Turn;
+use super::staged::{LaneCopy, StagedChunk};
 use super::work::{Current, Marker, OpenClose};
 
 /// Earlier epochs whose closes may still be told, at most: each goes when the peer asks for its fence.
@@ -50,6 +53,17 @@ pub(super) struct Lane {
     pub(super) flush_asked: bool,
     /// The last queue pair could not be destroyed.
     pub(super) undestroyed: bool,
+    /// Copies out of staging buffers that run.
+    pub(super) copies: Vec<LaneCopy>,
+    /// When copies are looked at again, and how long after that.
+    pub(super) copies_due: Option<Time>,
+    pub(super) copies_pause: Duration,
+    /// The queue pair is destroyed, and whether the device was flushed then; copies are waited for until the limit.
+    pub(super) destroyed: Option<(bool, Time)>,
+    /// Landings of queue pairs that may still write to them, by epoch.
+    pub(super) quarantined: Vec<(u32, Buffer)>,
+    /// Fences that the peer has asked for, that are made, and that are answered once all copies have ended.
+    pub(super) answers: Vec<(LaneName, Vec<ChunkName>)>,
     /// The last flush failed; the next is not asked for before this.
     pub(super) flush_again: Option<Time>,
     /// The device is gone for good: it is not flushed any more.
@@ -100,6 +114,14 @@ pub(super) struct Pair {
     pub(super) next_close: u8,
     pub(super) received: Received,
     pub(super) current: Option<Current>,
+    /// Chunks on their way through staging.
+    pub(super) staged: VecDeque<StagedChunk>,
+    /// Landings that the peer was asked for and has not given.
+    pub(super) landings_asked: u32,
+    /// Landings that the peer has asked for and was not given.
+    pub(super) landings_wanted: u32,
+    /// The number of the next landing that it is given.
+    pub(super) next_landing: u32,
     pub(super) open: Vec<OpenClose>,
     pub(super) last_progress: Time,
     pub(super) works_here: bool,
@@ -121,6 +143,8 @@ pub(super) struct Pair {
 pub(super) struct Received {
     pub(super) immediates: HashSet<u32>,
     pub(super) closings: HashMap<u32, Closing>,
+    /// Landings that the peer may write over that queue pair, by number.
+    pub(super) landings: HashMap<u32, Buffer>,
 }
 
 /// What may still be on its way to memory.
@@ -132,11 +156,13 @@ pub(super) struct Unflushed {
     pub(super) revoked: Vec<Arc<Flushing>>,
     /// Queue pairs that are destroyed, after which the device could not be flushed.
     pub(super) lanes: Vec<LaneName>,
+    /// Landings that the peer has given back.
+    pub(super) landings: Vec<Buffer>,
 }
 
 impl Unflushed {
     pub(super) fn is_empty(&self) -> bool {
-        self.closings.is_empty() && self.revoked.is_empty() && self.lanes.is_empty()
+        self.closings.is_empty() && self.revoked.is_empty() && self.lanes.is_empty() && self.landings.is_empty()
     }
 
     /// Takes all of `other`, after what is here.
@@ -144,6 +170,7 @@ impl Unflushed {
         self.closings.append(&mut other.closings);
         self.revoked.append(&mut other.revoked);
         self.lanes.append(&mut other.lanes);
+        self.landings.append(&mut other.landings);
     }
 }
 
@@ -167,6 +194,12 @@ impl Lane {
             unflushed: Unflushed::default(),
             flushing: Unflushed::default(),
             flush_asked: false,
+            copies: Vec::new(),
+            copies_due: None,
+            copies_pause: Duration::ZERO,
+            destroyed: None,
+            quarantined: Vec::new(),
+            answers: Vec::new(),
             undestroyed: false,
             flush_again: None,
             device_dead: false,
@@ -279,14 +312,16 @@ impl Lane {
 
     /// When the lane wants a turn whatever happens.
     pub(super) fn due(&self, now: Time) -> Option<Time> {
-        self.stage_due(now).into_iter().chain(self.flush_again).min()
+        let others = self.flush_again.into_iter().chain(self.copies_due);
+        self.stage_due(now).into_iter().chain(others).min()
     }
 
     fn stage_due(&self, now: Time) -> Option<Time> {
         match &self.stage {
             Stage::Idle => self.retry_at.map(|at| at.max(now)),
             Stage::Connecting { limit } | Stage::Probing { limit } => Some(*limit),
-            Stage::Draining { limit, .. } | Stage::Flushing { limit, .. } => Some(*limit),
+            Stage::Draining { limit, .. } => Some(*limit),
+            Stage::Flushing { limit, .. } => Some(self.destroyed.map_or(*limit, |(_, limit)| limit)),
             Stage::Up => {
                 let pair = self.pair.as_ref()?;
                 (!pair.markers.is_empty()).then(|| pair.last_progress + self.link.config.progress)
@@ -304,11 +339,16 @@ impl Lane {
             self.close();
         }
         self.check_limits(turn);
+        self.poll_copies(turn);
         if matches!(self.stage, Stage::Up) {
             self.receive(turn);
+            self.grant_landings(turn);
             self.fill(turn);
+        } else {
+            turn.staging.withdraw((self.link.id, self.rail));
         }
         self.advance(turn);
+        self.answer_fences();
     }
 
     fn take_mail(&mut self, turn: &mut Turn<'_>) {
@@ -347,6 +387,9 @@ impl Lane {
                     pair.credits = pair.credits.saturating_add(count).min(crate::config::RECEIVE_DEPTH_MAX);
                 }
             }
+            LinkMessage::LandingWanted { lane, count } => self.landings_wanted(lane, count),
+            LinkMessage::Landings { lane, landings } => self.landings_given(lane, landings),
+            LinkMessage::LandingsUnused { lane, landings } => self.landings_given_back(lane, &landings),
             LinkMessage::LaneDown { lane, why } if lane == self.name() && self.pair.is_some() => {
                 self.fail(
                     RdmaError::Lost {
@@ -385,12 +428,33 @@ impl Lane {
         }
         // Gone already, or never made: a later try of that epoch is refused.
         self.epoch_floor = self.epoch_floor.max(lane.epoch);
-        self.answer_fence(lane, chunks);
+        self.answers.push((lane, chunks));
+        self.answer_fences();
     }
 
-    /// What became of the chunks of a lane that is gone and flushed.
-    pub(super) fn answer_fence(&mut self, lane: LaneName, chunks: Vec<ChunkName>) {
-        self.past.retain(|(epoch, _)| *epoch != lane.epoch);
+    /// Says what became of the chunks of lanes that are gone and flushed, once no copy runs any more that could make
+    /// another truth of it.
+    pub(super) fn answer_fences(&mut self) {
+        if self.answers.is_empty() || self.copying() {
+            return;
+        }
+        for (lane, chunks) in std::mem::take(&mut self.answers) {
+            let of_lane = |closing: &&Closing| closing.lane.epoch == lane.epoch && closing.has_landings();
+            let mut closings = self.unflushed.closings.iter().chain(&self.flushing.closings);
+            match closings.any(|closing| of_lane(&closing)) {
+                // Its landings are emptied first.
+                true => self.answers.push((lane, chunks)),
+                false => self.answer_fence(lane, chunks),
+            }
+        }
+    }
+
+    fn answer_fence(&mut self, lane: LaneName, chunks: Vec<ChunkName>) {
+        while let Some(place) = self.past.iter().position(|(epoch, _)| *epoch == lane.epoch)
+            && let Some((epoch, received)) = self.past.remove(place)
+        {
+            self.let_go_of(epoch, received);
+        }
         let states = self.link.slots.chunk_states(self.link.peer.incarnation, &chunks);
         // Closes told on the session before the question are counted: what this says is the truth of now.
         self.link.flush();
@@ -402,14 +466,18 @@ impl Lane {
 
     /// Keeps what was received on a queue pair that is gone, until the peer asks for its fence.
     pub(super) fn keep_received(&mut self, received: Received) {
-        if self.past.len() == PAST_MAX {
-            self.past.pop_front();
+        if self.past.len() == PAST_MAX
+            && let Some((epoch, received)) = self.past.pop_front()
+        {
+            self.let_go_of(epoch, received);
         }
         self.past.push_back((self.epoch, received));
     }
 
     fn close(&mut self) {
         match self.stage {
+            // What runs is waited for.
+            Stage::Idle if self.copying() => {}
             Stage::Idle => self.stage = Stage::Ended,
             Stage::Connecting { .. } | Stage::Probing { .. } | Stage::Up => {
                 let error = RdmaError::Closed {

@@ -63,9 +63,26 @@ impl Lane {
         if let Stage::Flushing { limit, .. } = &self.stage {
             let late = *limit <= turn.now;
             let key = (self.link.id, self.rail);
-            if let Some(flushed) = turn.flusher.answer(key).or(late.then_some(false)) {
+            if self.destroyed.is_none()
+                && let Some(flushed) = turn.flusher.answer(key).or(late.then_some(false))
+            {
                 self.flush_asked = false;
-                self.gone(turn, flushed || mutants::is(Mutant::SkipFlush));
+                self.destroyed = Some((flushed, turn.now + self.link.config.fence_limit * 2));
+            }
+            if let Some((flushed, limit)) = self.destroyed {
+                // What came before the end counts, and is copied before anybody is told of the end.
+                self.take_completed(turn);
+                if self.copying() && limit <= turn.now {
+                    tracing::error!(
+                        rail = self.text(),
+                        "copies have not ended: their blocks are quarantined"
+                    );
+                    self.give_up_copies();
+                }
+                if !self.copying() {
+                    self.destroyed = None;
+                    self.gone(turn, flushed || mutants::is(Mutant::SkipFlush));
+                }
             }
         } else {
             self.settle_flushed(turn);
@@ -94,8 +111,6 @@ impl Lane {
 
     /// The queue pair is destroyed, and (if `flushed`) all it had accepted is in memory: everything about it is settled.
     fn gone(&mut self, turn: &mut Turn<'_>, flushed: bool) {
-        // What came before the end counts.
-        self.take_completed(turn);
         let Stage::Flushing { mut error, .. } = std::mem::replace(&mut self.stage, Stage::Idle) else {
             return;
         };
@@ -104,6 +119,8 @@ impl Lane {
         let mut quiet = false;
         let mut refused = Vec::new();
         if let Some(mut pair) = self.pair.take() {
+            // Never posted: they hold nothing but buffers.
+            pair.staged.clear();
             for chunk in pair.chunks_left() {
                 if pair
                     .refused_request
@@ -112,7 +129,7 @@ impl Lane {
                 {
                     refused.push((chunk.transfer, chunk.direction, chunk.header));
                 }
-                quiet |= self.drop_chunk(chunk);
+                quiet |= self.drop_chunk(chunk, flushed);
             }
             if let Some((_, refusal)) = pair.refused_request.take() {
                 // The better reason, also if the peer was quicker to say that it lost the rail.
@@ -180,19 +197,27 @@ impl Lane {
         for lane in lanes {
             self.link.lane_gone(*lane, true);
         }
+        self.quarantined
+            .retain(|(epoch, _)| !lanes.iter().any(|lane| lane.epoch == *epoch));
         for (lane, chunks) in std::mem::take(&mut self.fences) {
-            if lanes.contains(&lane) {
-                self.answer_fence(lane, chunks);
+            let made = if lanes.contains(&lane) {
+                &mut self.answers
             } else {
-                self.fences.push((lane, chunks));
-            }
+                &mut self.fences
+            };
+            made.push((lane, chunks));
         }
+        self.answer_fences();
     }
 
     /// A chunk that was outstanding when the queue pair went. True if leaving its fence made it.
-    fn drop_chunk(&self, mut chunk: SentChunk) -> bool {
+    fn drop_chunk(&self, mut chunk: SentChunk, flushed: bool) -> bool {
         if chunk.direction == Direction::Read {
             self.link.slots.abandon(&chunk.header);
+        }
+        if let Some(bounce) = chunk.bounce.take_if(|_| !flushed) {
+            // The device may still touch it.
+            bounce.quarantine();
         }
         chunk.leave().unwrap_or(false)
     }
@@ -203,7 +228,7 @@ impl Lane {
         pair.destroy(&self.text());
         self.shown(None);
         for chunk in pair.chunks_left() {
-            self.drop_chunk(chunk);
+            self.drop_chunk(chunk, false);
         }
         self.fail_quietly(RdmaError::Closed {
             peer: self.link.peer.incarnation,

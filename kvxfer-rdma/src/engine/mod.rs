@@ -7,6 +7,7 @@ mod flush;
 mod lane;
 mod lose;
 mod receive;
+mod staged;
 mod work;
 
 use std::collections::HashMap;
@@ -24,10 +25,12 @@ use kvxfer_core::{Error, ErrorKind, Result, Time};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, Timespec, eventfd, poll};
 
 use crate::clock;
+use crate::config::RdmaConfig;
 use crate::device::Device;
 use crate::error::RdmaError;
 use crate::link::LinkCore;
 use crate::message::SlotUse;
+use crate::staging::Staging;
 use crate::transport::Shared;
 use crate::verbs::{AsyncEventKind, CompletionBuffer, CompletionChannel, SendBatch};
 
@@ -43,6 +46,7 @@ const COMPLETIONS_MAX: usize = 64;
 /// The part of an engine that others reach.
 pub(crate) struct EngineShared {
     pub(crate) device: Device,
+    pub(crate) staging: Staging,
     // Bounded by the number of rails and links: a rail is in it at most once (`Rail::kicked`).
     tasks: SegQueue<Task>,
     wake: OwnedFd,
@@ -72,7 +76,7 @@ pub(crate) enum Task {
 }
 
 impl EngineShared {
-    pub(crate) fn new(device: Device) -> Result<Arc<EngineShared>> {
+    pub(crate) fn new(device: Device, config: &RdmaConfig) -> Result<Arc<EngineShared>> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(|error| {
             Error::new(ErrorKind::ResourceExhausted, "eventfd failed")
                 .at("rdma")
@@ -80,6 +84,7 @@ impl EngineShared {
                 .remedy("raise the limit of open files (`ulimit -n`)")
         })?;
         Ok(Arc::new(EngineShared {
+            staging: Staging::new(&device.domain, config.staging_bytes_max),
             device,
             tasks: SegQueue::new(),
             wake,
@@ -119,6 +124,7 @@ struct Turn<'a> {
     flusher: &'a mut Flusher,
     batch: &'a mut SendBatch,
     scratch: &'a mut Scratch,
+    staging: &'a Staging,
     now: Time,
 }
 
@@ -249,6 +255,7 @@ impl Engine {
         let mut any = false;
         let now = self.now;
         let mut turn = Turn {
+            staging: &self.shared.staging,
             device: &self.shared.device,
             channel: &self.channel,
             flusher: &mut self.flusher,
@@ -268,12 +275,19 @@ impl Engine {
                 }
             }
         }
-        self.flusher
-            .advance(&self.shared.device, &self.channel, &self.transport.registry, now);
+        let flushed = (&self.transport.registry, &self.shared.staging);
+        self.flusher.advance(&self.shared.device, &self.channel, flushed, now);
         for asker in self.flusher.answered() {
             match self.lanes.get_mut(&asker) {
                 Some(lane) => lane.kicked = true,
                 None => self.flusher.withdraw(asker),
+            }
+            any = true;
+        }
+        for taker in self.shared.staging.served_next() {
+            match self.lanes.get_mut(&taker) {
+                Some(lane) => lane.kicked = true,
+                None => self.shared.staging.withdraw(taker),
             }
             any = true;
         }
@@ -284,6 +298,7 @@ impl Engine {
         }
         self.lanes.retain(|_, lane| {
             if lane.ended() {
+                lane.quarantine();
                 lane.link.detach(lane.rail);
             }
             !lane.ended()

@@ -1,8 +1,9 @@
 //! The receiving side of a rail: closes are matched with what they cover, and what they cover is counted.
 
+use std::sync::Arc;
 use std::time::Duration;
 
-use kvxfer_core::flow::{Applied, ChunkHeader, Placement};
+use kvxfer_core::flow::{Applied, ByteStream, ChunkHeader, Gate, Placement};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::{Error, ErrorKind};
@@ -13,6 +14,7 @@ use crate::error::RdmaError;
 use crate::inbound::Regions;
 use crate::memory::{self, Touched};
 use crate::message::{Closing, LinkMessage};
+use crate::staging::Buffer;
 
 use super::Turn;
 use super::lane::{Lane, Received};
@@ -125,6 +127,8 @@ impl Lane {
                         .closings
                         .into_iter()
                         .for_each(|closing| self.count(turn, closing));
+                    // Nothing lands in these any more.
+                    drop(flushed.landings);
                     flushed.revoked.iter().for_each(|slot| self.link.device_flushed(slot));
                     self.lanes_flushed(&flushed.lanes);
                 }
@@ -153,30 +157,51 @@ impl Lane {
         self.unflushed = std::mem::take(&mut self.flushing);
     }
 
-    /// What a close covers is in place.
-    fn count(&mut self, _turn: &mut Turn<'_>, closing: Closing) {
+    /// What a close covers is in place, or in landings: it is counted, or copied into place first.
+    fn count(&mut self, turn: &mut Turn<'_>, closing: Closing) {
         let link = self.link.clone();
         let counters = &link.rails[usize::from(self.rail)].counters;
-        let mut taken: Vec<ChunkHeader> = Vec::with_capacity(closing.chunks.len());
+        let mut taken: Vec<Taken> = Vec::with_capacity(closing.chunks.len());
         let mut digest = closing.checksum.map(|_| checksum::new());
         // All chunks of a close are one slot's, and a slot's regions are all asked at once.
         let mut plain = None;
         let mut landed: Option<(Touched, Regions)> = None;
-        for header in closing.headers() {
+        for (header, chunk) in closing.headers().zip(&closing.chunks) {
+            let landing = match chunk.landing {
+                None => None,
+                Some(number) => match self.take_landing(closing.lane.epoch, number) {
+                    Some(buffer) => Some(buffer),
+                    None => {
+                        self.abandon(&taken);
+                        let why = format!("it closes landing {number}, which it does not have");
+                        link.fail(RdmaError::peer(&link, why).into());
+                        return;
+                    }
+                },
+            };
             match link.slots.begin(link.peer.incarnation, &header) {
                 Ok(Placement::Place { stream, regions, gate }) => {
-                    if let Some(digest) = &mut digest
+                    let plain = *plain.get_or_insert_with(|| memory::is_plain(&*regions));
+                    if let (Some(digest), Some(buffer)) = (&mut digest, &landing) {
+                        buffer.feed(digest, header.length);
+                    } else if let Some(digest) = &mut digest
                         && let Some(_inside) = gate.enter()
                     {
                         checksum::feed(digest, &*stream, header.offset, header.length, |region| {
                             regions.get(region as usize)
                         });
                     }
-                    if !*plain.get_or_insert_with(|| memory::is_plain(&*regions)) {
-                        let (touched, _) = landed.get_or_insert_with(|| (Touched::new(regions.len()), regions));
+                    if !plain && landing.is_none() && header.length > 0 {
+                        let (touched, _) = landed.get_or_insert_with(|| (Touched::new(regions.len()), regions.clone()));
                         touched.add(&*stream, header.offset, header.length);
                     }
-                    taken.push(header);
+                    let landing = landing.map(|buffer| Landed {
+                        buffer,
+                        stream,
+                        regions,
+                        gate,
+                    });
+                    taken.push(Taken { header, landing });
                 }
                 // An ended slot, or what is in place already: dropped.
                 Ok(Placement::Scrap(_) | Placement::Message) => {
@@ -184,9 +209,7 @@ impl Lane {
                     add(&counters.stray_closes, 1);
                 }
                 Err(error) => {
-                    for header in &taken {
-                        link.slots.abandon(header);
-                    }
+                    self.abandon(&taken);
                     // Not the rail's fault: the peer does not keep to the protocol.
                     link.fail(error);
                     return;
@@ -199,24 +222,39 @@ impl Lane {
             self.corrupt(&closing, &taken);
             return;
         }
-        if let Some((touched, regions)) = landed
-            && let Err(error) = touched.settle(&regions)
-        {
-            for header in &taken {
-                link.slots.abandon(header);
+        if let Some((touched, regions)) = landed {
+            if link.is_staged(&regions) {
+                self.abandon(&taken);
+                let why = "it closes what it cannot have written: the pool goes through staging".to_owned();
+                link.fail(RdmaError::peer(&link, why).into());
+                return;
             }
-            link.memory_of_slot_failed(closing.slot, error);
-            return;
+            if let Err(error) = touched.settle(&regions) {
+                self.abandon(&taken);
+                link.memory_of_slot_failed(closing.slot, error);
+                return;
+            }
         }
-        for header in &taken {
+        for Taken { header, landing } in taken {
+            if let Some(landed) = landing {
+                let place = (&*landed.stream, landed.regions, &landed.gate);
+                self.scatter_landed(turn, header, place, landed.buffer);
+                continue;
+            }
             add(&counters.received_bytes, header.length.into());
-            if link.slots.applied(header) == Applied::Arrived {
+            if link.slots.applied(&header) == Applied::Arrived {
                 link.slot_arrived(closing.slot);
             }
         }
     }
 
-    fn corrupt(&mut self, closing: &Closing, taken: &[ChunkHeader]) {
+    fn abandon(&self, taken: &[Taken]) {
+        for chunk in taken {
+            self.link.slots.abandon(&chunk.header);
+        }
+    }
+
+    fn corrupt(&mut self, closing: &Closing, taken: &[Taken]) {
         let error = Error::new(
             ErrorKind::Corrupt,
             format!("slot {}.{}", closing.slot.slot, closing.slot.generation),
@@ -224,9 +262,7 @@ impl Lane {
         .at(self.text())
         .because("the bytes that arrived are not those that were sent: their CRC64 differs")
         .remedy("send it again; if it happens again on this rail, take the port out of use and test the machine");
-        for header in taken {
-            self.link.slots.abandon(header);
-        }
+        self.abandon(taken);
         let slot = closing.slot;
         self.link.slots.corrupt(slot.slot, slot.generation);
         self.link.emit(LinkEvent::SlotCorrupt {
@@ -236,6 +272,20 @@ impl Lane {
         });
         self.fail(error);
     }
+}
+
+/// A chunk of a close that the slot takes.
+struct Taken {
+    header: ChunkHeader,
+    /// Where its bytes are, if they are not in place.
+    landing: Option<Landed>,
+}
+
+struct Landed {
+    buffer: Buffer,
+    stream: Arc<dyn ByteStream>,
+    regions: Regions,
+    gate: Arc<Gate>,
 }
 
 /// The mutant's way: any close will do.

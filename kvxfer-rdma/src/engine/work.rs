@@ -6,9 +6,11 @@ use kvxfer_core::Result;
 use kvxfer_core::flow::{ByteStream, ChunkHeader, Direction, OwnedGateGuard, TransferId};
 use kvxfer_core::memory::Segment;
 
+use crate::inbound::Regions;
 use crate::memory::Touched;
-use crate::message::{Closing, SlotUse};
+use crate::message::{Closing, Landing, SlotUse};
 use crate::outbound::TransferKeys;
+use crate::staging::Buffer;
 use crate::verbs::Sge;
 
 /// Segments expanded at a time: enough that expanding costs nothing per segment, few enough to stay in the first cache.
@@ -47,8 +49,12 @@ pub(crate) struct SentChunk {
     pub(crate) whole: bool,
     /// Inside the fence of the blocks on this side, for as long as the device may touch them.
     pub(crate) guard: Option<OwnedGateGuard>,
-    /// What is read into, if that has to be settled.
-    pub(crate) landed: Option<Arc<dyn ByteStream>>,
+    /// The staging buffer that stands for this side's blocks.
+    pub(crate) bounce: Option<Buffer>,
+    /// The peer's, that stands for its blocks.
+    pub(crate) landing: Option<Landing>,
+    /// What is read into, if that has to be settled, or is reached through a bounce.
+    pub(crate) landed: Option<(Arc<dyn ByteStream>, Regions)>,
     /// The registrations that its work requests name: the device may read them again until it is done, also after the
     /// transfer has arrived and is forgotten.
     pub(crate) keys: Arc<TransferKeys>,
@@ -63,11 +69,10 @@ impl SentChunk {
         let Some(guard) = self.guard.take() else {
             return Ok(false);
         };
-        if let Some(stream) = &self.landed {
-            let mut touched = Touched::new(self.keys.local.len());
+        if let (Some((stream, regions)), None) = (&self.landed, &self.bounce) {
+            let mut touched = Touched::new(regions.len());
             touched.add(&**stream, self.header.offset, self.header.length);
-            let regions: Vec<_> = self.keys.local.iter().map(|keys| keys.region().clone()).collect();
-            if let Err(error) = touched.settle(&regions) {
+            if let Err(error) = touched.settle(regions) {
                 tracing::error!(%error, "what was read could not be settled: its blocks are quarantined");
                 std::mem::forget(guard);
                 return Err(error);
@@ -112,6 +117,18 @@ impl Side {
             next: 0,
             used: 0,
         }
+    }
+
+    /// The chunk's bytes as one piece from the start of a staging buffer, which has no region.
+    pub(crate) fn dense(stream: Arc<dyn ByteStream>, header: &ChunkHeader, segments: Vec<Segment>) -> Side {
+        let mut side = Side::new(stream, header, segments);
+        side.read = side.end;
+        side.segments.push(Segment {
+            region: 0,
+            offset: 0,
+            length: header.length.into(),
+        });
+        side
     }
 
     /// What is left of the segment that comes next.

@@ -20,6 +20,9 @@ impl LinkCore {
             LinkMessage::Reject { lane, .. }
             | LinkMessage::Ready { lane }
             | LinkMessage::Credits { lane, .. }
+            | LinkMessage::LandingWanted { lane, .. }
+            | LinkMessage::Landings { lane, .. }
+            | LinkMessage::LandingsUnused { lane, .. }
             | LinkMessage::LaneDown { lane, .. } => lane.index,
             LinkMessage::Closing(closing) => closing.lane.index,
             LinkMessage::Admit(slot) => {

@@ -12,6 +12,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use kvxfer_core::flow::{ChunkName, LaneName, LinkSender, SlotTable, TransferId};
+use kvxfer_core::memory::Region;
 use kvxfer_core::transport::{InTurn, LinkEvent, LinkPeer, LinkWatcher};
 use kvxfer_core::{Error, Time};
 use parking_lot::Mutex;
@@ -164,6 +165,13 @@ impl LinkCore {
         for rail in self.rails.iter().filter(|rail| work & (1 << rail.index) != 0) {
             self.kick(rail);
         }
+    }
+
+    /// Whether no device was given some of these regions.
+    pub(crate) fn is_staged(&self, regions: &[Arc<Region>]) -> bool {
+        let registry = &self.transport.registry;
+        let staged = |region: &Arc<Region>| registry.local(region).is_some_and(|keys| keys.is_staged());
+        regions.iter().any(staged)
     }
 
     /// A transfer's own memory cannot be used: nothing more of it is started, and its owner ends it.

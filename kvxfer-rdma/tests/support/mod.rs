@@ -2,6 +2,7 @@
 // Each test binary uses a part of it.
 #![allow(dead_code, unreachable_pub, unused_imports, clippy::unwrap_used, missing_docs)]
 
+mod failing;
 mod shown;
 mod site;
 
@@ -16,6 +17,7 @@ use kvxfer_core::{Generation, SlotId};
 use kvxfer_rdma::{RdmaConfig, RdmaTransport};
 use kvxfer_testkit::transport::{self, Ends};
 
+pub use failing::*;
 pub use kvxfer_testkit::transport::*;
 pub use shown::*;
 pub use site::*;

@@ -1,0 +1,500 @@
+//! Staging: bounded buffers that a device has, and the copies between them and memory that it has not.
+//!
+//! A device has two shelves of buffers of one chunk each: *bounces*, which its own work requests are gathered from or read
+//! into, and *landings*, which peers write. Each buffer is registered once, and pinned once for each domain.
+//!
+//! # Why nobody waits for ever
+//! Two peers that send to each other both need landings of the other and bounces of their own. A chunk that waits for a
+//! landing holds no bounce: it takes one only once it has its landing. So whoever holds a bounce has all that it needs, and
+//! gives it back when its device and its domain are done. Whoever holds a landing of the peer's waits at most for a bounce,
+//! so that each landing is written and closed, or given back, and its owner's domain empties it; nothing of that waits for
+//! what the owner itself sends. If the device or the rail fails, its fence gives all of it back.
+
+use std::alloc::{Layout, alloc_zeroed, dealloc};
+use std::collections::{HashMap, VecDeque};
+use std::mem::ManuallyDrop;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use kvxfer_core::flow::{ByteStream, OwnedGateGuard};
+use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment, StagingPin};
+use kvxfer_core::{Error, ErrorKind, Result};
+use parking_lot::Mutex;
+
+use crate::error::RdmaError;
+use crate::registry::PAGE_BYTES;
+use crate::verbs::{Access, MemoryRegion, ProtectionDomain};
+
+/// Bytes of a buffer: one chunk.
+pub(crate) const BUFFER_BYTES: usize = kvxfer_core::flow::CHUNK_BYTES_MAX as usize;
+const LAYOUT: Layout = match Layout::from_size_align(BUFFER_BYTES, PAGE_BYTES as usize) {
+    Ok(layout) => layout,
+    Err(_) => panic!("a power of two"),
+};
+
+/// Who takes buffers: a link's rail.
+pub(crate) type Taker = (u64, u16);
+
+/// A device's buffers. Cheap to clone.
+#[derive(Clone)]
+pub(crate) struct Staging {
+    pub(crate) bounces: Arc<Shelf>,
+    pub(crate) landings: Arc<Shelf>,
+}
+
+impl Staging {
+    /// At most so many bytes, half of them to send from and half for peers to write.
+    pub(crate) fn new(domain: &ProtectionDomain, bytes_max: u64) -> Staging {
+        let buffers = usize::try_from(bytes_max).unwrap_or(usize::MAX) / BUFFER_BYTES;
+        let landings = (buffers / 2).max(1);
+        let bounces = buffers.saturating_sub(landings).max(1);
+        Staging {
+            bounces: Shelf::new(domain, bounces, false),
+            landings: Shelf::new(domain, landings, true),
+        }
+    }
+
+    /// Wants nothing any more.
+    pub(crate) fn withdraw(&self, who: Taker) {
+        self.bounces.withdraw(who);
+        self.landings.withdraw(who);
+    }
+
+    /// Those who wait and whose turn it is, where there is something to be had.
+    pub(crate) fn served_next(&self) -> impl Iterator<Item = Taker> {
+        [self.bounces.served_next(), self.landings.served_next()]
+            .into_iter()
+            .flatten()
+    }
+
+    /// Bytes of all buffers that were made.
+    pub(crate) fn bytes(&self) -> usize {
+        (self.bounces.made() + self.landings.made()) * BUFFER_BYTES
+    }
+
+    /// Buffers in use.
+    pub(crate) fn in_use(&self) -> usize {
+        self.bounces.in_use() + self.landings.in_use()
+    }
+}
+
+/// Buffers of one kind: made at need, kept for reuse, never more than the limit; given out first come, first served.
+pub(crate) struct Shelf {
+    domain: ProtectionDomain,
+    buffers_max: usize,
+    written_by_peers: bool,
+    state: Mutex<ShelfState>,
+}
+
+#[derive(Default)]
+struct ShelfState {
+    free: Vec<Memory>,
+    made: usize,
+    in_use: usize,
+    held: HashMap<Taker, usize>,
+    waiting: VecDeque<Taker>,
+    /// What a loopback read reads to flush the writes of peers, for each buffer ever made.
+    flush_points: Vec<(u64, u32)>,
+    /// The device or the system gives no more.
+    full: bool,
+}
+
+impl Shelf {
+    fn new(domain: &ProtectionDomain, buffers_max: usize, written_by_peers: bool) -> Arc<Shelf> {
+        Arc::new(Shelf {
+            domain: domain.clone(),
+            buffers_max,
+            written_by_peers,
+            state: Mutex::default(),
+        })
+    }
+
+    pub(crate) fn made(&self) -> usize {
+        self.state.lock().made
+    }
+
+    pub(crate) fn in_use(&self) -> usize {
+        self.state.lock().in_use
+    }
+
+    /// A buffer, if there is one and nobody has waited longer; else the taker waits in line until it
+    /// [withdraws](Self::withdraw).
+    ///
+    /// Whoever has some gets one more only while it has less than there are left. So one that keeps what it has (a peer
+    /// that is slow, or gone) leaves as many to others, who then share what they leave to each other.
+    ///
+    /// # Errors
+    /// What the device or the system refuses, if there is no buffer at all.
+    pub(crate) fn take(self: &Arc<Self>, who: Taker) -> Result<Option<Buffer>> {
+        let mut state = self.state.lock();
+        let held = state.held.get(&who).copied().unwrap_or(0);
+        if held > 0 && held >= self.available(&state) {
+            return Ok(None);
+        }
+        let first = state.waiting.front().is_none_or(|first| *first == who);
+        let memory = match first {
+            true => self.memory(&mut state)?,
+            false => None,
+        };
+        let Some(memory) = memory else {
+            if !state.waiting.contains(&who) {
+                state.waiting.push_back(who);
+            }
+            return Ok(None);
+        };
+        if state.waiting.front() == Some(&who) {
+            state.waiting.pop_front();
+        }
+        state.in_use += 1;
+        *state.held.entry(who).or_default() += 1;
+        Ok(Some(Buffer {
+            memory: ManuallyDrop::new(memory),
+            shelf: self.clone(),
+            taker: who,
+        }))
+    }
+
+    /// Buffers that are free, or could be made.
+    fn available(&self, state: &ShelfState) -> usize {
+        let unmade = if state.full { 0 } else { self.buffers_max - state.made };
+        state.free.len() + unmade
+    }
+
+    fn memory(&self, state: &mut ShelfState) -> Result<Option<Memory>> {
+        if let Some(memory) = state.free.pop() {
+            return Ok(Some(memory));
+        }
+        if self.available(state) == 0 {
+            return Ok(None);
+        }
+        match Memory::new(&self.domain, self.written_by_peers) {
+            Ok(memory) => {
+                state.made += 1;
+                state.flush_points.extend(memory.flush_point());
+                Ok(Some(memory))
+            }
+            Err(error) if state.made == 0 => Err(error),
+            Err(error) => {
+                tracing::warn!(%error, buffers = state.made, "fewer staging buffers than configured");
+                state.full = true;
+                Ok(None)
+            }
+        }
+    }
+
+    /// Does not wait any more.
+    pub(crate) fn withdraw(&self, who: Taker) {
+        let mut state = self.state.lock();
+        if !state.waiting.is_empty() {
+            state.waiting.retain(|other| *other != who);
+        }
+    }
+
+    fn served_next(&self) -> Option<Taker> {
+        let state = self.state.lock();
+        state.waiting.front().copied().filter(|_| self.available(&state) > 0)
+    }
+
+    /// What is read to flush the writes of peers to all buffers.
+    pub(crate) fn flush_points(&self) -> Vec<(u64, u32)> {
+        self.state.lock().flush_points.clone()
+    }
+}
+
+/// One allocation, reached through raw pointers only: a device may be writing it.
+struct Memory {
+    // In this order: nothing reaches the memory any more when it is freed.
+    region: Option<MemoryRegion>,
+    flush: Option<MemoryRegion>,
+    // For each domain that has copied out of it or into it.
+    pins: Vec<(Arc<dyn MemoryDomain>, Option<StagingPin>)>,
+    base: NonNull<u8>,
+}
+
+// SAFETY: the allocation is owned by this value alone.
+unsafe impl Send for Memory {}
+
+impl Memory {
+    fn new(domain: &ProtectionDomain, written_by_peers: bool) -> Result<Memory> {
+        // SAFETY: the layout's size is not zero.
+        let base = unsafe { alloc_zeroed(LAYOUT) };
+        let base = NonNull::new(base).ok_or_else(|| {
+            Error::new(
+                ErrorKind::ResourceExhausted,
+                format!("{BUFFER_BYTES} bytes for staging"),
+            )
+            .because("the system refused the allocation")
+            .remedy("free memory, or lower rdma.staging_bytes_max")
+        })?;
+        // Freed with it, whatever is refused below.
+        let mut memory = Memory {
+            region: None,
+            flush: None,
+            pins: Vec::new(),
+            base,
+        };
+        let verbs = |error| Error::from(RdmaError::Verbs(error));
+        let address = memory.address();
+        let written = Access {
+            local_write: true,
+            remote_write: written_by_peers,
+            ..Access::default()
+        };
+        // SAFETY: the allocation is ours, and is freed after its registrations; nobody holds references into it.
+        memory.region = Some(unsafe { domain.register(address, BUFFER_BYTES as u64, written) }.map_err(verbs)?);
+        if written_by_peers {
+            // Peers must not read what others have written: the flush has a key of its own.
+            let read = Access {
+                remote_read: true,
+                ..Access::default()
+            };
+            // SAFETY: as above.
+            memory.flush = Some(unsafe { domain.register(address, PAGE_BYTES, read) }.map_err(verbs)?);
+        }
+        Ok(memory)
+    }
+
+    fn address(&self) -> u64 {
+        self.base.as_ptr().expose_provenance() as u64
+    }
+
+    fn flush_point(&self) -> Option<(u64, u32)> {
+        self.flush.as_ref().map(|flush| (self.address(), flush.rkey()))
+    }
+
+    fn pin(&mut self, domain: &Arc<dyn MemoryDomain>) -> Result<()> {
+        if self.pins.iter().any(|(pinned, _)| Arc::ptr_eq(pinned, domain)) {
+            return Ok(());
+        }
+        let whole = HostView {
+            pointer: self.base.as_ptr(),
+            length: BUFFER_BYTES,
+        };
+        // SAFETY: the allocation is ours and is freed after its pins.
+        let pin = unsafe { domain.pin_staging(whole) }?;
+        self.pins.push((domain.clone(), pin));
+        Ok(())
+    }
+}
+
+impl Drop for Memory {
+    fn drop(&mut self) {
+        self.region = None;
+        self.flush = None;
+        self.pins.clear();
+        // SAFETY: allocated with this layout in `new`, freed only here, and no longer registered or pinned.
+        unsafe { dealloc(self.base.as_ptr(), LAYOUT) };
+    }
+}
+
+/// A buffer in use; goes back to its shelf when dropped.
+pub(crate) struct Buffer {
+    memory: ManuallyDrop<Memory>,
+    shelf: Arc<Shelf>,
+    taker: Taker,
+}
+
+impl Buffer {
+    pub(crate) fn address(&self) -> u64 {
+        self.memory.address()
+    }
+
+    /// For our own work requests.
+    pub(crate) fn lkey(&self) -> u32 {
+        self.memory.region.as_ref().map_or(0, MemoryRegion::lkey)
+    }
+
+    /// For peers.
+    pub(crate) fn rkey(&self) -> u32 {
+        self.memory.region.as_ref().map_or(0, MemoryRegion::rkey)
+    }
+
+    /// Adds its first `length` bytes to a checksum.
+    pub(crate) fn feed(&self, digest: &mut crc_fast::Digest, length: u32) {
+        let length = (length as usize).min(BUFFER_BYTES);
+        // SAFETY: inside the allocation. No copy writes it now, and no honest peer: a dishonest one can only make the
+        // checksum wrong.
+        digest.update(unsafe { std::slice::from_raw_parts(self.memory.base.as_ptr(), length) });
+    }
+
+    /// Never gives it back: something may still write it.
+    pub(crate) fn quarantine(self) {
+        std::mem::forget(self);
+    }
+
+    fn view(&self, offset: usize, length: usize) -> HostView {
+        assert!(offset + length <= BUFFER_BYTES, "a view inside the staging buffer");
+        HostView {
+            // SAFETY: checked above to stay inside the allocation.
+            pointer: unsafe { self.memory.base.as_ptr().add(offset) },
+            length,
+        }
+    }
+}
+
+impl Drop for Buffer {
+    fn drop(&mut self) {
+        // SAFETY: `memory` is taken only here, and `self` is not used after it.
+        let memory = unsafe { ManuallyDrop::take(&mut self.memory) };
+        let mut state = self.shelf.state.lock();
+        state.in_use -= 1;
+        if let Some(held) = state.held.get_mut(&self.taker) {
+            *held -= 1;
+            if *held == 0 {
+                state.held.remove(&self.taker);
+            }
+        }
+        state.free.push(memory);
+    }
+}
+
+/// Which way a copy goes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Way {
+    /// From the regions into the buffer.
+    Gather,
+    /// From the buffer into the regions.
+    Scatter,
+}
+
+/// A copy between a buffer and regions, running by itself inside the gate that it was started with.
+///
+/// Dropped while it runs (a device that hangs, at the end of its link), it leaks the buffer, the regions and its place inside
+/// the gate: the gate then never counts as fenced, which is how the blocks come to be quarantined.
+pub(crate) struct Copying {
+    held: ManuallyDrop<Held>,
+    runs: Vec<(Arc<dyn MemoryDomain>, CopyTicket)>,
+    failed: Option<Error>,
+    taken: bool,
+}
+
+struct Held {
+    guard: OwnedGateGuard,
+    buffer: Buffer,
+    _regions: Arc<[Arc<Region>]>,
+}
+
+impl Copying {
+    /// Starts copying a range of a stream from or to the buffer, densely, from the buffer's start. A failure to start is
+    /// reported by [`poll`](Self::poll), after what was started has ended.
+    pub(crate) fn start(
+        way: Way,
+        regions: Arc<[Arc<Region>]>,
+        range: (&dyn ByteStream, u64, u32),
+        buffer: Buffer,
+        guard: OwnedGateGuard,
+    ) -> Copying {
+        let mut copy = Copying {
+            held: ManuallyDrop::new(Held {
+                guard,
+                buffer,
+                _regions: regions.clone(),
+            }),
+            runs: Vec::with_capacity(1),
+            failed: None,
+            taken: false,
+        };
+        copy.failed = copy.start_runs(way, &regions, range).err();
+        copy
+    }
+
+    fn start_runs(
+        &mut self,
+        way: Way,
+        regions: &[Arc<Region>],
+        (stream, offset, length): (&dyn ByteStream, u64, u32),
+    ) -> Result<()> {
+        let mut segments: Vec<Segment> = Vec::new();
+        let got = stream.segments(offset, length.into(), usize::MAX, &mut segments);
+        if got != u64::from(length) || length as usize > BUFFER_BYTES {
+            return Err(Error::new(ErrorKind::Internal, "a chunk that its stream does not have").at("rdma"));
+        }
+        let mut at = 0usize;
+        for run in segments.chunk_by(|a, b| same_domain(regions, a, b)) {
+            let bytes: u64 = run.iter().map(|segment| segment.length).sum();
+            let view = self.held.buffer.view(at, bytes as usize);
+            at += bytes as usize;
+            let region = &regions[run[0].region as usize];
+            if region.host_view(run[0].offset, run[0].length).is_some() {
+                copy_host(way, regions, run, view)?;
+                continue;
+            }
+            let domain = region.domain().clone();
+            self.held.buffer.memory.pin(&domain)?;
+            let ticket = match way {
+                Way::Gather => domain.start_gather(regions, run, view),
+                Way::Scatter => domain.start_scatter(view, regions, run),
+            }?;
+            self.runs.push((domain, ticket));
+        }
+        Ok(())
+    }
+
+    /// Whether it has ended, and if so how.
+    pub(crate) fn poll(&mut self) -> Option<Result<()>> {
+        let failed = &mut self.failed;
+        self.runs.retain(|(domain, ticket)| match domain.poll_copy(*ticket) {
+            Ok(CopyState::Running) => true,
+            Ok(CopyState::Done) => false,
+            Err(error) => {
+                failed.get_or_insert(error);
+                false
+            }
+        });
+        if !self.runs.is_empty() {
+            return None;
+        }
+        Some(self.failed.take().map_or(Ok(()), Err))
+    }
+
+    /// A seeded defect's way: takes it for ended while it runs.
+    pub(crate) fn abandon(&mut self) -> Result<()> {
+        self.runs.clear();
+        Ok(())
+    }
+
+    /// After its end: leaves the gate and gives the buffer. True if the gate is fenced by that.
+    pub(crate) fn finish(mut self) -> (Buffer, bool) {
+        assert!(self.runs.is_empty(), "a copy that has ended");
+        self.taken = true;
+        // SAFETY: `taken` keeps `drop` from touching `held` again.
+        let held = unsafe { ManuallyDrop::take(&mut self.held) };
+        let fenced = held.guard.leave();
+        (held.buffer, fenced)
+    }
+}
+
+impl Drop for Copying {
+    fn drop(&mut self) {
+        if !self.taken && self.runs.is_empty() {
+            // SAFETY: not taken, and dropped only here.
+            unsafe { ManuallyDrop::drop(&mut self.held) }
+        }
+    }
+}
+
+fn same_domain(regions: &[Arc<Region>], a: &Segment, b: &Segment) -> bool {
+    Arc::ptr_eq(regions[a.region as usize].domain(), regions[b.region as usize].domain())
+}
+
+/// Segments of host memory that share a stream with segments that must be staged.
+fn copy_host(way: Way, regions: &[Arc<Region>], segments: &[Segment], staging: HostView) -> Result<()> {
+    let mut at = staging.pointer;
+    for segment in segments {
+        let region = &regions[segment.region as usize];
+        let view = region.host_view(segment.offset, segment.length).ok_or_else(|| {
+            Error::new(ErrorKind::Internal, "a region that has a host view only in part")
+                .at(region.domain().name().to_string())
+        })?;
+        // SAFETY: `view` lies inside a live region, `at` inside the staging buffer (its view was sized for the sum of
+        // the segments); the two are different allocations. We are inside the gate.
+        unsafe {
+            match way {
+                Way::Gather => std::ptr::copy_nonoverlapping(view.pointer, at, view.length),
+                Way::Scatter => std::ptr::copy_nonoverlapping(at, view.pointer, view.length),
+            }
+            at = at.add(view.length);
+        }
+    }
+    Ok(())
+}

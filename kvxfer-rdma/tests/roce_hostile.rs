@@ -8,6 +8,7 @@ use std::time::Duration;
 use kvxfer_core::flow::{LaneName, PartExtent};
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::{ErrorKind, Generation, SlotId};
+use kvxfer_testkit::staged::StagedMemory;
 use serde::Serialize;
 use support::*;
 
@@ -27,6 +28,9 @@ enum Said {
     Credits(LaneName, u32),
     Arrived(SlotId, Generation),
     UserMessage(SlotId, Generation, Vec<u8>),
+    LandingWanted(LaneName, u32),
+    Landings(LaneName, Vec<(u32, u64, u32)>),
+    LandingsUnused(LaneName, Vec<u32>),
     LaneDown(LaneName, String),
 }
 
@@ -56,7 +60,7 @@ struct Closing {
     over_session: bool,
     has_message: bool,
     checksum: Option<u64>,
-    chunks: Vec<(u32, PartExtent, u64, u32)>,
+    chunks: Vec<(u32, PartExtent, u64, u32, Option<u32>)>,
 }
 
 const LANE: LaneName = LaneName { index: 0, epoch: 1 };
@@ -88,12 +92,15 @@ fn closing(slot: (SlotId, Generation), close: u8) -> Closing {
         over_session: false,
         has_message: false,
         checksum: None,
-        chunks: vec![(0, PartExtent::WHOLE, 0, 4096)],
+        chunks: vec![(0, PartExtent::WHOLE, 0, 4096, None)],
     }
 }
 
+/// The version of the bodies.
+const VERSION: u8 = 2;
+
 fn body(said: &[Said]) -> Vec<u8> {
-    let mut body = vec![1];
+    let mut body = vec![VERSION];
     for one in said {
         body = postcard::to_extend(one, body).unwrap();
     }
@@ -134,8 +141,8 @@ fn breaks(what: &str, to_left: bool, say: impl Fn((SlotId, Generation)) -> Vec<V
 #[test]
 fn bodies_that_are_none() {
     breaks("empty", false, |_| vec![vec![]]);
-    breaks("another version", false, |_| vec![vec![2, 3, 0, 1]]);
-    breaks("an unknown message", false, |_| vec![vec![1, 99]]);
+    breaks("another version", false, |_| vec![vec![VERSION + 1, 3, 0, 1]]);
+    breaks("an unknown message", false, |_| vec![vec![VERSION, 99]]);
     breaks("cut off", false, |slot| {
         let whole = body(&[Said::Closing(closing(slot, 1))]);
         vec![whole[..whole.len() - 1].to_vec()]
@@ -171,19 +178,80 @@ fn closes_that_are_none() {
     breaks("outside of the slot", false, |slot| {
         let mut outside = closing(slot, 1);
         outside.over_session = true;
-        outside.chunks = vec![(0, PartExtent::WHOLE, 65_000, 4096)];
+        outside.chunks = vec![(0, PartExtent::WHOLE, 65_000, 4096, None)];
         vec![body(&[Said::Closing(outside)])]
     });
     breaks("too many chunks", false, |slot| {
         let mut long = closing(slot, 1);
-        long.chunks = vec![(0, PartExtent::WHOLE, 0, 1); 65];
+        long.chunks = vec![(0, PartExtent::WHOLE, 0, 1, None); 65];
         vec![body(&[Said::Closing(long)])]
     });
     breaks("a chunk of 4 GiB", false, |slot| {
         let mut long = closing(slot, 1);
-        long.chunks = vec![(0, PartExtent::WHOLE, 0, u32::MAX)];
+        long.chunks = vec![(0, PartExtent::WHOLE, 0, u32::MAX, None)];
         vec![body(&[Said::Closing(long)])]
     });
+}
+
+#[test]
+fn landings_that_are_none() {
+    breaks("a landing that it was not given", false, |slot| {
+        let mut landed = closing(slot, 1);
+        landed.over_session = true;
+        landed.chunks = vec![(0, PartExtent::WHOLE, 0, 4096, Some(7))];
+        vec![body(&[Said::Closing(landed)])]
+    });
+    breaks("the same landing twice", false, |slot| {
+        let mut landed = closing(slot, 1);
+        landed.over_session = true;
+        landed.chunks = vec![
+            (0, PartExtent::WHOLE, 0, 4096, Some(0)),
+            (0, PartExtent::WHOLE, 4096, 4096, Some(0)),
+        ];
+        vec![body(&[Said::LandingWanted(LANE, 1), Said::Closing(landed)])]
+    });
+    breaks("more than it could use", false, |_| {
+        let wanted = Said::LandingWanted(LANE, 4000);
+        vec![body(&[wanted.clone(), wanted])]
+    });
+    breaks("more than can be asked for at once", false, |_| {
+        vec![body(&[Said::LandingWanted(LANE, 5000)])]
+    });
+}
+
+/// What goes through staging is not said to be in place: nobody can have written it there.
+#[test]
+fn a_close_without_a_landing_of_what_goes_through_staging() {
+    let site = Site::open();
+    let pair = site.pair();
+    let domain = StagedMemory::new(Duration::ZERO, 1).unwrap();
+    let target = pair.right.memory_of(vec![domain.allocate(65_536).unwrap()]);
+    let arrival = std::sync::Arc::new(Arrival::default());
+    let slot = pair.right.grant(range(0, 4096), &target, Some(arrival.clone()));
+    pair.right_link.admit(slot.0, slot.1);
+    let mut close = closing(slot, 1);
+    close.over_session = true;
+    pair.right_link.message(body(&[Said::Closing(close)]));
+    let error = pair.right_log.wait("the link's end", |event| match event {
+        LinkEvent::Failed(error) => Some(error.clone()),
+        _ => None,
+    });
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+    assert!(arrival.wait(Duration::ZERO).is_none());
+}
+
+/// A peer that asks for landings and never uses them has no more than its share, and they come back with its rail.
+#[test]
+fn landings_that_nobody_uses() {
+    let site = Site::open();
+    let pair = site.pair_with(|config| config.staging_bytes_max = 16 * MIB);
+    pair.right_link.message(body(&[Said::LandingWanted(LANE, 4000)]));
+    until("landings", || pair.right.counter("staging_buffers_in_use") > 0);
+    std::thread::sleep(Duration::from_millis(50));
+    assert!(pair.right.counter("staging_buffers_in_use") <= 8);
+    pair.close();
+    pair.right_log.closed();
+    assert_eq!(pair.right.counter("staging_buffers_in_use"), 0);
 }
 
 #[test]
@@ -209,6 +277,9 @@ fn what_comes_late_is_ignored() {
                 Said::Ready(lane),
                 Said::Credits(lane, u32::MAX),
                 Said::LaneDown(lane, "an old one".into()),
+                Said::LandingWanted(lane, 4000),
+                Said::Landings(lane, vec![(0, 4096, 1)]),
+                Said::LandingsUnused(lane, vec![0, 1]),
                 Said::Reject(lane, "an old one".into()),
             ]));
             let mut close = closing(nothing, 1);
@@ -218,6 +289,8 @@ fn what_comes_late_is_ignored() {
         link.message(body(&[
             Said::Credits(LANE, u32::MAX),
             Said::Credits(LANE, u32::MAX),
+            Said::Landings(LANE, vec![(0, 4096, 1)]),
+            Said::LandingsUnused(LANE, vec![0, 1, u32::MAX]),
             Said::Admit(nothing.0, nothing.1),
             Said::Admitted(nothing.0, nothing.1),
             Said::Refused(nothing.0, nothing.1),
@@ -272,9 +345,9 @@ fn noise() {
     for seed in 0..2000u64 {
         let length = pattern(seed, 1)[0] as usize % 120;
         let mut noise = pattern(seed + 1, length);
-        noise.insert(0, 1);
+        noise.insert(0, VERSION);
         if seed % 3 == 0 && length > 1 {
-            noise[1] %= 14;
+            noise[1] %= 17;
         }
         pair.right_link.message(noise.clone());
         pair.left_link.message(noise);

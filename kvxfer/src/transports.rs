@@ -181,6 +181,7 @@ fn rdma_config(config: &Config) -> RdmaConfig {
         links_max: config.limits.peers_max as usize,
         registration_threads: settings.registration_threads.into(),
         registration_bytes_max: settings.registration_bytes_max,
+        staging_bytes_max: settings.staging_bytes_max,
         // As with tcp: spinning takes a core that must be to spare.
         spin: match cores > 3 {
             true => Duration::from_micros(settings.spin_us.into()),

@@ -173,8 +173,11 @@ impl Lane {
                     Some(buffer) => Some(buffer),
                     None => {
                         self.abandon(&taken);
-                        let why = format!("it closes landing {number}, which it does not have");
-                        link.fail(RdmaError::peer(&link, why).into());
+                        if closing.lane == self.name() {
+                            let why = format!("it closes landing {number}, which it does not have");
+                            link.fail(RdmaError::peer(&link, why).into());
+                        }
+                        add(&counters.stray_closes, 1);
                         return;
                     }
                 },

@@ -55,6 +55,8 @@ pub struct Rdma {
     /// Most bytes of one registration; larger regions are registered in several. `None` (`auto`): what the device can.
     #[serde(with = "auto")]
     pub registration_bytes_max: Option<u64>,
+    /// Most bytes of staging buffers per device, for memory that devices cannot be given.
+    pub staging_bytes_max: u64,
     /// Time a device's thread looks for more work before it sleeps, in microseconds.
     pub spin_us: u32,
 }
@@ -83,6 +85,7 @@ impl Default for Rdma {
             outage_ms: 5_000,
             registration_threads: 4,
             registration_bytes_max: None,
+            staging_bytes_max: 64 << 20,
             spin_us: 0,
         }
     }

@@ -261,6 +261,12 @@ pub(crate) const KEYS: &[Key] = &[
         meaning: "Most bytes of one registration; larger regions are registered in several. `auto`: what the device can.",
     },
     integer(
+        "rdma.staging_bytes_max",
+        2 << 20,
+        1 << 40,
+        "Most bytes of staging buffers per device: half to send from, half for peers to write. Only for memory that devices cannot be given; made at need.",
+    ),
+    integer(
         "rdma.spin_us",
         0,
         10_000,

@@ -78,8 +78,8 @@ pub struct RdmaConfig {
     pub registration_threads: usize,
     /// One registration's length, at most; `None`: what the device allows.
     pub registration_bytes_max: Option<u64>,
-    /// Bytes of staging buffers per device, at most, at least 2 MiB: for memory that devices cannot be given. Half of
-    /// them is sent from, half is for peers to write. Made at need.
+    /// Bytes of staging buffers per device, at most, at least 4 MiB: for memory that devices cannot be given. Half of
+    /// them is for peers to write, a quarter to send from, a quarter for peers to read. Made at need.
     pub staging_bytes_max: u64,
     /// How long a device's thread polls before it sleeps. Zero turns it off.
     pub spin: Duration,
@@ -159,7 +159,7 @@ impl RdmaConfig {
             u32::MAX.into(),
         )?;
         range("transfers_max", self.transfers_max.into(), 1, u32::MAX.into())?;
-        range("staging_bytes_max", self.staging_bytes_max, 2 << 20, 1 << 40)?;
+        range("staging_bytes_max", self.staging_bytes_max, 4 << 20, 1 << 40)?;
         range("links_max", self.links_max as u64, 1, 1 << 20)?;
         range("registration_threads", self.registration_threads as u64, 1, 64)?;
         if let Some(mtu) = self.mtu

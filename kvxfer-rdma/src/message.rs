@@ -12,6 +12,8 @@ use serde::{Deserialize, Serialize};
 const VERSION: u8 = 2;
 /// Chunks of one close, at most.
 pub(crate) const CLOSE_CHUNKS_MAX: usize = 64;
+/// Pieces of one exposure, at most: what fits into one message.
+pub(crate) const PIECES_MAX: usize = 4096;
 /// Landings asked for, given or given back in one message, at most.
 pub(crate) const LANDINGS_MAX: usize = 4096;
 /// Text that a peer may send as a reason, in bytes; the rest is cut off when sending.
@@ -58,17 +60,39 @@ pub(crate) enum LinkMessage {
     Landings { lane: LaneName, landings: Vec<Landing> },
     /// Sender to receiver: these will not be closed, and nothing of mine is on its way to them any more.
     LandingsUnused { lane: LaneName, landings: Vec<u32> },
+    /// Reader to owner: copy these pieces of pools that serve, densely, to where I can read them over that lane.
+    Expose {
+        lane: LaneName,
+        number: u32,
+        pieces: Vec<Piece>,
+    },
+    /// Owner to reader: they are there.
+    Exposed { lane: LaneName, exposure: Landing },
+    /// Owner to reader: they cannot be had.
+    NotExposed { lane: LaneName, number: u32, why: String },
+    /// Reader to owner: it is read, or not wanted any more, and no read of it is under way.
+    ExposureDone { lane: LaneName, number: u32 },
     /// Either: a lane is lost here.
     LaneDown { lane: LaneName, why: String },
 }
 
-/// Memory of the receiver's that the sender may write one chunk to, densely and in stream order.
+/// Memory of the receiver's that the sender may write one chunk to, densely and in stream order; or of an owner's that a
+/// reader may read one from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Landing {
     /// Its number on its lane: never used again there.
     pub(crate) number: u32,
     pub(crate) address: u64,
     pub(crate) key: u32,
+}
+
+/// A run of a region of the owner's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub(crate) struct Piece {
+    /// The registration's number.
+    pub(crate) region: u64,
+    pub(crate) offset: u64,
+    pub(crate) length: u32,
 }
 
 /// One end of a lane, as the other end needs to know it to connect its queue pair.
@@ -264,6 +288,13 @@ fn check(message: &LinkMessage) -> std::result::Result<(), String> {
         }
         LinkMessage::Landings { landings, .. } if landings.len() > LANDINGS_MAX => {
             Err(format!("{} landings at once", landings.len()))
+        }
+        LinkMessage::Expose { pieces, .. } => {
+            let bytes: u64 = pieces.iter().map(|piece| u64::from(piece.length)).sum();
+            match pieces.len() > PIECES_MAX || bytes > u64::from(CHUNK_BYTES_MAX) || bytes == 0 {
+                true => Err(format!("{} pieces of {bytes} bytes to be exposed", pieces.len())),
+                false => Ok(()),
+            }
         }
         LinkMessage::LandingsUnused { landings, .. } if landings.len() > LANDINGS_MAX => {
             Err(format!("{} landings given back at once", landings.len()))

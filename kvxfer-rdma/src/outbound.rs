@@ -83,24 +83,14 @@ impl TransferKeys {
         if good { Ok(()) } else { Err(failure) }
     }
 
-    /// Why a transfer cannot be made one-sidedly.
-    pub(crate) fn not_moved(&self, direction: Direction) -> Option<Error> {
-        (direction == Direction::Read && self.remote_staged).then(|| {
-            Error::new(ErrorKind::Closed, "a read of memory that no RDMA device was given")
-                .at("rdma")
-                .because("the peer's pool goes through staging, which is for writes")
-                .remedy("name a transport behind it that copies (tcp), or have the owner write")
-        })
-    }
-
     /// Whether this side's bytes go through a bounce: its devices do not have them, or a checksum has to see them.
     pub(crate) fn needs_bounce(&self, direction: Direction, checksummed: bool) -> bool {
         self.local_staged || (direction == Direction::Write && checksummed && !self.local_visible)
     }
 
-    /// The same of the peer's side, for writes.
-    pub(crate) fn needs_landing(&self, checksummed: bool) -> bool {
-        self.remote_staged || (checksummed && !self.remote_visible)
+    /// The same of the peer's side: a landing to write, or an exposure to read.
+    pub(crate) fn needs_landing(&self, direction: Direction, checksummed: bool) -> bool {
+        self.remote_staged || (direction == Direction::Write && checksummed && !self.remote_visible)
     }
 }
 

@@ -1,14 +1,16 @@
 //! Staging: bounded buffers that a device has, and the copies between them and memory that it has not.
 //!
-//! A device has two shelves of buffers of one chunk each: *bounces*, which its own work requests are gathered from or read
-//! into, and *landings*, which peers write. Each buffer is registered once, and pinned once for each domain.
+//! A device has three shelves of buffers of one chunk each: *bounces*, which its own work requests are gathered from or read
+//! into, *landings*, which peers write, and *exposures*, which peers read. Each buffer is registered once, for that alone, and
+//! pinned once for each domain: what peers may read holds only bytes of pools that serve.
 //!
 //! # Why nobody waits for ever
 //! Two peers that send to each other both need landings of the other and bounces of their own. A chunk that waits for a
 //! landing holds no bounce: it takes one only once it has its landing. So whoever holds a bounce has all that it needs, and
 //! gives it back when its device and its domain are done. Whoever holds a landing of the peer's waits at most for a bounce,
 //! so that each landing is written and closed, or given back, and its owner's domain empties it; nothing of that waits for
-//! what the owner itself sends. If the device or the rail fails, its fence gives all of it back.
+//! what the owner itself sends. The same goes for exposures of the peer's, which are read instead of written. If the device
+//! or the rail fails, its fence gives all of it back.
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::collections::{HashMap, VecDeque};
@@ -40,41 +42,54 @@ pub(crate) type Taker = (u64, u16);
 pub(crate) struct Staging {
     pub(crate) bounces: Arc<Shelf>,
     pub(crate) landings: Arc<Shelf>,
+    pub(crate) exposures: Arc<Shelf>,
+}
+
+/// What peers may do with a buffer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Peers {
+    Nothing,
+    Write,
+    Read,
 }
 
 impl Staging {
-    /// At most so many bytes, half of them to send from and half for peers to write.
+    /// At most so many bytes: half of them for peers to write, a quarter to send from, and a quarter for peers to read.
     pub(crate) fn new(domain: &ProtectionDomain, bytes_max: u64) -> Staging {
         let buffers = usize::try_from(bytes_max).unwrap_or(usize::MAX) / BUFFER_BYTES;
-        let landings = (buffers / 2).max(1);
-        let bounces = buffers.saturating_sub(landings).max(1);
+        let quarter = (buffers / 4).max(1);
+        let half = buffers.saturating_sub(2 * quarter).max(1);
         Staging {
-            bounces: Shelf::new(domain, bounces, false),
-            landings: Shelf::new(domain, landings, true),
+            bounces: Shelf::new(domain, quarter, Peers::Nothing),
+            landings: Shelf::new(domain, half, Peers::Write),
+            exposures: Shelf::new(domain, quarter, Peers::Read),
         }
+    }
+
+    fn shelves(&self) -> [&Arc<Shelf>; 3] {
+        [&self.bounces, &self.landings, &self.exposures]
     }
 
     /// Wants nothing any more.
     pub(crate) fn withdraw(&self, who: Taker) {
-        self.bounces.withdraw(who);
-        self.landings.withdraw(who);
+        for shelf in self.shelves() {
+            shelf.withdraw(who);
+        }
     }
 
     /// Those who wait and whose turn it is, where there is something to be had.
     pub(crate) fn served_next(&self) -> impl Iterator<Item = Taker> {
-        [self.bounces.served_next(), self.landings.served_next()]
-            .into_iter()
-            .flatten()
+        self.shelves().map(|shelf| shelf.served_next()).into_iter().flatten()
     }
 
     /// Bytes of all buffers that were made.
     pub(crate) fn bytes(&self) -> usize {
-        (self.bounces.made() + self.landings.made()) * BUFFER_BYTES
+        self.shelves().map(|shelf| shelf.made()).iter().sum::<usize>() * BUFFER_BYTES
     }
 
     /// Buffers in use.
     pub(crate) fn in_use(&self) -> usize {
-        self.bounces.in_use() + self.landings.in_use()
+        self.shelves().map(|shelf| shelf.in_use()).iter().sum()
     }
 }
 
@@ -82,7 +97,7 @@ impl Staging {
 pub(crate) struct Shelf {
     domain: ProtectionDomain,
     buffers_max: usize,
-    written_by_peers: bool,
+    peers: Peers,
     state: Mutex<ShelfState>,
 }
 
@@ -100,11 +115,11 @@ struct ShelfState {
 }
 
 impl Shelf {
-    fn new(domain: &ProtectionDomain, buffers_max: usize, written_by_peers: bool) -> Arc<Shelf> {
+    fn new(domain: &ProtectionDomain, buffers_max: usize, peers: Peers) -> Arc<Shelf> {
         Arc::new(Shelf {
             domain: domain.clone(),
             buffers_max,
-            written_by_peers,
+            peers,
             state: Mutex::default(),
         })
     }
@@ -167,7 +182,7 @@ impl Shelf {
         if self.available(state) == 0 {
             return Ok(None);
         }
-        match Memory::new(&self.domain, self.written_by_peers) {
+        match Memory::new(&self.domain, self.peers) {
             Ok(memory) => {
                 state.made += 1;
                 state.flush_points.extend(memory.flush_point());
@@ -215,7 +230,7 @@ struct Memory {
 unsafe impl Send for Memory {}
 
 impl Memory {
-    fn new(domain: &ProtectionDomain, written_by_peers: bool) -> Result<Memory> {
+    fn new(domain: &ProtectionDomain, peers: Peers) -> Result<Memory> {
         // SAFETY: the layout's size is not zero.
         let base = unsafe { alloc_zeroed(LAYOUT) };
         let base = NonNull::new(base).ok_or_else(|| {
@@ -237,12 +252,13 @@ impl Memory {
         let address = memory.address();
         let written = Access {
             local_write: true,
-            remote_write: written_by_peers,
+            remote_write: peers == Peers::Write,
+            remote_read: peers == Peers::Read,
             ..Access::default()
         };
         // SAFETY: the allocation is ours, and is freed after its registrations; nobody holds references into it.
         memory.region = Some(unsafe { domain.register(address, BUFFER_BYTES as u64, written) }.map_err(verbs)?);
-        if written_by_peers {
+        if peers == Peers::Write {
             // Peers must not read what others have written: the flush has a key of its own.
             let read = Access {
                 remote_read: true,

@@ -31,6 +31,10 @@ enum Said {
     LandingWanted(LaneName, u32),
     Landings(LaneName, Vec<(u32, u64, u32)>),
     LandingsUnused(LaneName, Vec<u32>),
+    Expose(LaneName, u32, Vec<(u64, u64, u32)>),
+    Exposed(LaneName, (u32, u64, u32)),
+    NotExposed(LaneName, u32, String),
+    ExposureDone(LaneName, u32),
     LaneDown(LaneName, String),
 }
 
@@ -255,6 +259,25 @@ fn landings_that_nobody_uses() {
 }
 
 #[test]
+fn exposures_that_are_none() {
+    let ask = |number, pieces| Said::Expose(LANE, number, pieces);
+    breaks("the same exposure twice", false, |_| {
+        vec![body(&[ask(1, vec![(1, 0, 10)]), ask(1, vec![(1, 0, 10)])])]
+    });
+    breaks("more than a chunk", false, |_| {
+        vec![body(&[ask(1, vec![(1, 0, 1 << 20), (1, 0, 1)])])]
+    });
+    breaks("nothing", false, |_| vec![body(&[ask(1, vec![])])]);
+    breaks("more pieces than fit", false, |_| {
+        vec![body(&[ask(1, vec![(1, 0, 1); 5000])])]
+    });
+    breaks("more at once than a lane has", false, |_| {
+        let many: Vec<Said> = (0..300).map(|number| ask(number, vec![(1, 0, 10)])).collect();
+        vec![body(&many)]
+    });
+}
+
+#[test]
 fn it_stops_what_it_was_not_told_to_stop() {
     breaks("revoked unasked", false, |slot| {
         vec![body(&[Said::Revoked(slot.0, slot.1)])]
@@ -280,6 +303,10 @@ fn what_comes_late_is_ignored() {
                 Said::LandingWanted(lane, 4000),
                 Said::Landings(lane, vec![(0, 4096, 1)]),
                 Said::LandingsUnused(lane, vec![0, 1]),
+                Said::Expose(lane, 1, vec![(1, 0, 10)]),
+                Said::Exposed(lane, (1, 4096, 1)),
+                Said::NotExposed(lane, 1, "no".into()),
+                Said::ExposureDone(lane, 1),
                 Said::Reject(lane, "an old one".into()),
             ]));
             let mut close = closing(nothing, 1);
@@ -291,6 +318,12 @@ fn what_comes_late_is_ignored() {
             Said::Credits(LANE, u32::MAX),
             Said::Landings(LANE, vec![(0, 4096, 1)]),
             Said::LandingsUnused(LANE, vec![0, 1, u32::MAX]),
+            // Regions that are not there, or that it has not all of.
+            Said::Expose(LANE, 1, vec![(1 << 40, 0, 10)]),
+            Said::Expose(LANE, 2, vec![(1, 1 << 40, 10), (2, u64::MAX, 10)]),
+            Said::Exposed(LANE, (7, 4096, 1)),
+            Said::NotExposed(LANE, 7, "no".into()),
+            Said::ExposureDone(LANE, 7),
             Said::Admit(nothing.0, nothing.1),
             Said::Admitted(nothing.0, nothing.1),
             Said::Refused(nothing.0, nothing.1),
@@ -347,7 +380,7 @@ fn noise() {
         let mut noise = pattern(seed + 1, length);
         noise.insert(0, VERSION);
         if seed % 3 == 0 && length > 1 {
-            noise[1] %= 17;
+            noise[1] %= 21;
         }
         pair.right_link.message(noise.clone());
         pair.left_link.message(noise);

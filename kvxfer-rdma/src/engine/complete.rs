@@ -117,6 +117,9 @@ impl Lane {
     }
 
     fn chunk_completed(&mut self, turn: &Turn<'_>, mut chunk: SentChunk) {
+        if chunk.direction == Direction::Read {
+            self.exposure_read(chunk.landing.take());
+        }
         if chunk.direction == Direction::Read && chunk.whole && chunk.bounce.is_some() {
             let counters = &self.link.rails[usize::from(self.rail)].counters;
             add(&counters.read_bytes, chunk.header.length.into());

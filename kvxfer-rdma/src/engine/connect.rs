@@ -10,7 +10,7 @@
 //!            <------------------ Ready
 //! ```
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use kvxfer_core::Error;
 use kvxfer_core::flow::LaneName;
@@ -244,6 +244,8 @@ impl Lane {
             landings_asked: 0,
             landings_wanted: 0,
             next_landing: 0,
+            exposures: BTreeMap::new(),
+            next_exposure: 0,
             open: Vec::new(),
             last_progress: turn.now,
             works_here: false,

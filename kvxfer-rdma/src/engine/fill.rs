@@ -227,7 +227,7 @@ impl Lane {
             return Err(ChunkState::Refused);
         }
         let needs_bounce = keys.needs_bounce(direction, header.checksummed);
-        let needs_landing = direction == Direction::Write && keys.needs_landing(header.checksummed);
+        let needs_landing = keys.needs_landing(direction, header.checksummed);
         if (needs_bounce || needs_landing) && header.length > 0 {
             return Ok(Begun::Staged(Box::new(StagedChunk {
                 transfer: chunk.transfer,
@@ -241,6 +241,7 @@ impl Lane {
                 needs_bounce,
                 needs_landing,
                 landing: None,
+                exposure: None,
                 step: StagedStep::Waiting,
             })));
         }

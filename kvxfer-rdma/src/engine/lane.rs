@@ -1,6 +1,6 @@
 //! One rail's end on its engine: the queue pair while there is one, and what stage it is in.
 
-use std::collections::{HashMap, HashSet, VecDeque};
+use std::collections::{BTreeMap, HashMap, HashSet, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use crate::staging::Buffer;
 use crate::verbs::{CompletionBuffer, CompletionQueue, Mtu, QueuePair};
 
 use super::Turn;
+use super::expose::Exposure;
 use super::staged::{LaneCopy, StagedChunk};
 use super::work::{Current, Marker, OpenClose};
 
@@ -122,6 +123,10 @@ pub(super) struct Pair {
     pub(super) landings_wanted: u32,
     /// The number of the next landing that it is given.
     pub(super) next_landing: u32,
+    /// What the peer reads or has asked to read, by its number for it.
+    pub(super) exposures: BTreeMap<u32, Exposure>,
+    /// The number of the next exposure that the peer is asked for.
+    pub(super) next_exposure: u32,
     pub(super) open: Vec<OpenClose>,
     pub(super) last_progress: Time,
     pub(super) works_here: bool,
@@ -343,6 +348,7 @@ impl Lane {
         if matches!(self.stage, Stage::Up) {
             self.receive(turn);
             self.grant_landings(turn);
+            self.advance_exposures(turn);
             self.fill(turn);
         } else {
             turn.staging.withdraw((self.link.id, self.rail));
@@ -390,6 +396,10 @@ impl Lane {
             LinkMessage::LandingWanted { lane, count } => self.landings_wanted(lane, count),
             LinkMessage::Landings { lane, landings } => self.landings_given(lane, landings),
             LinkMessage::LandingsUnused { lane, landings } => self.landings_given_back(lane, &landings),
+            LinkMessage::Expose { lane, number, pieces } => self.exposure_asked(lane, number, pieces),
+            LinkMessage::Exposed { lane, exposure } => self.exposed(lane, exposure),
+            LinkMessage::NotExposed { lane, number, why } => self.not_exposed(turn, lane, number, &why),
+            LinkMessage::ExposureDone { lane, number } => self.exposure_done(lane, number),
             LinkMessage::LaneDown { lane, why } if lane == self.name() && self.pair.is_some() => {
                 self.fail(
                     RdmaError::Lost {

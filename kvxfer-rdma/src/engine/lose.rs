@@ -121,6 +121,7 @@ impl Lane {
         if let Some(mut pair) = self.pair.take() {
             // Never posted: they hold nothing but buffers.
             pair.staged.clear();
+            self.exposures_gone(std::mem::take(&mut pair.exposures), flushed);
             for chunk in pair.chunks_left() {
                 if pair
                     .refused_request
@@ -211,13 +212,15 @@ impl Lane {
     }
 
     /// A chunk that was outstanding when the queue pair went. True if leaving its fence made it.
-    fn drop_chunk(&self, mut chunk: SentChunk, flushed: bool) -> bool {
+    fn drop_chunk(&mut self, mut chunk: SentChunk, flushed: bool) -> bool {
         if chunk.direction == Direction::Read {
             self.link.slots.abandon(&chunk.header);
         }
-        if let Some(bounce) = chunk.bounce.take_if(|_| !flushed) {
+        if !flushed {
             // The device may still touch it.
-            bounce.quarantine();
+            let epoch = self.epoch;
+            self.quarantined
+                .extend(chunk.bounce.take().map(|bounce| (epoch, bounce)));
         }
         chunk.leave().unwrap_or(false)
     }

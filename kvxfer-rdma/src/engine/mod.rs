@@ -2,6 +2,7 @@
 
 mod complete;
 mod connect;
+mod expose;
 mod fill;
 mod flush;
 mod lane;
@@ -71,8 +72,6 @@ pub(crate) enum Task {
     EndLink(Arc<LinkCore>),
     /// Look at a slot's memory, then let the peer write into it; the peer may have asked.
     Admit(Arc<LinkCore>, SlotUse, bool),
-    /// The link cannot do what it was asked for.
-    Fail(Arc<LinkCore>, Error),
 }
 
 impl EngineShared {
@@ -217,7 +216,6 @@ impl Engine {
                     link.verify_and_admit(slot, asked);
                     link.flush();
                 }
-                Task::Fail(link, error) => link.fail(error),
             }
         }
         any

@@ -23,6 +23,7 @@ use crate::outbound::TransferKeys;
 use crate::staging::{Buffer, Copying, Taker, Way};
 
 use super::Turn;
+use super::expose::Exposure;
 use super::lane::{Lane, Received};
 use super::work::{Current, SentChunk, Side};
 
@@ -45,7 +46,16 @@ pub(super) struct StagedChunk {
     pub(super) needs_bounce: bool,
     pub(super) needs_landing: bool,
     pub(super) landing: Option<Landing>,
+    /// The number of the exposure that the peer was asked for.
+    pub(super) exposure: Option<u32>,
     pub(super) step: StagedStep,
+}
+
+impl StagedChunk {
+    /// Whether it waits for a landing, of which any will do.
+    fn lacks_landing(&self) -> bool {
+        self.direction == Direction::Write && self.needs_landing && self.landing.is_none()
+    }
 }
 
 /// How far it is.
@@ -66,18 +76,21 @@ pub(super) struct LaneCopy {
 }
 
 impl Lane {
-    fn taker(&self) -> Taker {
+    pub(super) fn taker(&self) -> Taker {
         (self.link.id, self.rail)
     }
 
     /// Whether copies of this lane are running.
     pub(super) fn copying(&self) -> bool {
         let gathering = |chunk: &StagedChunk| matches!(chunk.step, StagedStep::Gathering(_));
-        !self.copies.is_empty() || self.pair.as_ref().is_some_and(|pair| pair.staged.iter().any(gathering))
+        let of_pair = self.pair.as_ref().is_some_and(|pair| {
+            pair.staged.iter().any(gathering) || pair.exposures.values().any(Exposure::is_gathering)
+        });
+        of_pair || !self.copies.is_empty()
     }
 
     /// A copy was started: domains may hold it back until it is asked for.
-    fn copy_started(&mut self, turn: &Turn<'_>) {
+    pub(super) fn copy_started(&mut self, turn: &Turn<'_>) {
         self.copies_pause = PAUSE_MIN;
         self.copies_due = Some(turn.now);
     }
@@ -105,6 +118,7 @@ impl Lane {
         }
         self.sweep_staged(turn);
         self.ask_for_landings();
+        self.ask_for_exposures(turn);
         let taker = self.taker();
         let (mut started, mut wants) = (false, false);
         let Some(pair) = &mut self.pair else { return };
@@ -180,8 +194,11 @@ impl Lane {
     }
 
     /// A chunk that was never posted.
-    fn give_up_staged(&mut self, turn: &Turn<'_>, chunk: StagedChunk, state: ChunkState) {
-        self.landing_unused(chunk.landing);
+    pub(super) fn give_up_staged(&mut self, turn: &Turn<'_>, chunk: StagedChunk, state: ChunkState) {
+        match chunk.direction {
+            Direction::Write => self.landing_unused(chunk.landing),
+            Direction::Read => self.exposure_unused(chunk.exposure),
+        }
         let (transfer, name) = (chunk.transfer, chunk.header.name());
         drop(chunk);
         let mut sender = self.link.sender.lock();
@@ -201,7 +218,7 @@ impl Lane {
     fn ask_for_landings(&mut self) {
         let lane = self.name();
         let Some(pair) = &mut self.pair else { return };
-        let lacking = |chunk: &&StagedChunk| chunk.needs_landing && chunk.landing.is_none();
+        let lacking = |chunk: &&StagedChunk| chunk.lacks_landing();
         let lacking = pair.staged.iter().filter(lacking).count() as u32;
         if let Some(count) = lacking.checked_sub(pair.landings_asked).filter(|count| *count > 0) {
             pair.landings_asked = lacking;
@@ -220,7 +237,7 @@ impl Lane {
         for landing in landings {
             pair.landings_asked = pair.landings_asked.saturating_sub(1);
             let mut chunks = pair.staged.iter_mut();
-            match chunks.find(|chunk| chunk.needs_landing && chunk.landing.is_none()) {
+            match chunks.find(|chunk| chunk.lacks_landing()) {
                 Some(chunk) => chunk.landing = Some(landing),
                 None => unused.push(landing.number),
             }
@@ -440,6 +457,7 @@ impl Lane {
             return;
         }
         let mut ended = self.poll_gathers(turn);
+        ended |= self.poll_exposures();
         let mut index = 0;
         while let Some(running) = self.copies.get_mut(index) {
             let result = running.copy.poll();
@@ -567,6 +585,8 @@ impl Lane {
                     .map(|chunk| chunk.transfer),
             );
             pair.staged.retain(|chunk| !running(chunk));
+            // Nobody here waits for these: the peer loses the rail with them.
+            pair.exposures.retain(|_, exposure| !exposure.is_gathering());
         }
         for copy in std::mem::take(&mut self.copies) {
             transfers.extend(copy.read_by);

@@ -34,12 +34,6 @@ impl Link for RdmaLink {
                 .because("it does not say where its bytes go at the peer"));
         };
         let keys = core.outbound.resolve(remote, &spec.regions, &core.transport.registry)?;
-        if let Some(error) = keys.not_moved(remote.direction) {
-            // The next transport takes this transfer and all others: an engine says so, since the caller may hold what a
-            // report would take.
-            core.engine(0).push(Task::Fail(core.clone(), error.clone()));
-            return Err(error);
-        }
         let id = spec.id;
         // The sender's lock comes first, always: whoever moves a transfer from one to the other holds both.
         let mut sender = core.sender.lock();

@@ -23,6 +23,10 @@ impl LinkCore {
             | LinkMessage::LandingWanted { lane, .. }
             | LinkMessage::Landings { lane, .. }
             | LinkMessage::LandingsUnused { lane, .. }
+            | LinkMessage::Expose { lane, .. }
+            | LinkMessage::Exposed { lane, .. }
+            | LinkMessage::NotExposed { lane, .. }
+            | LinkMessage::ExposureDone { lane, .. }
             | LinkMessage::LaneDown { lane, .. } => lane.index,
             LinkMessage::Closing(closing) => closing.lane.index,
             LinkMessage::Admit(slot) => {

@@ -25,6 +25,7 @@ use crate::engine::{EngineShared, Task};
 use crate::inbound::Inbound;
 use crate::message::{LinkMessage, Outbox};
 use crate::outbound::{Outbound, TransferKeys};
+use crate::registry::RegionKeys;
 use crate::transport::Shared;
 
 pub(crate) use handle::RdmaLink;
@@ -172,6 +173,11 @@ impl LinkCore {
         let registry = &self.transport.registry;
         let staged = |region: &Arc<Region>| registry.local(region).is_some_and(|keys| keys.is_staged());
         regions.iter().any(staged)
+    }
+
+    /// A region that peers may read, by the number of its registration.
+    pub(crate) fn served(&self, id: u64) -> Option<Arc<RegionKeys>> {
+        self.transport.registry.served(id)
     }
 
     /// A transfer's own memory cannot be used: nothing more of it is started, and its owner ends it.

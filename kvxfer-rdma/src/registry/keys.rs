@@ -23,7 +23,7 @@ pub const PAGE_BYTES: u64 = 4096;
 /// regions.
 pub(super) const KEY_BYTES_MAX: usize = 5;
 pub(super) const EDGE_BYTES_MAX: usize = 10;
-pub(super) const REGION_BYTES_MAX: usize = 3 * 10 + 2 * 5 + 2;
+pub(super) const REGION_BYTES_MAX: usize = 3 * 10 + 2 * 5 + 2 + 10;
 pub(super) const HEADER_BYTES_MAX: usize = 4 + 5;
 
 #[derive(Serialize, Deserialize)]
@@ -36,7 +36,14 @@ struct Wire {
 }
 
 #[derive(Serialize, Deserialize)]
-enum WireRegion {
+struct WireRegion {
+    /// Its registration's number at its owner.
+    id: u64,
+    reach: WireReach,
+}
+
+#[derive(Serialize, Deserialize)]
+enum WireReach {
     Registered {
         base: u64,
         length: u64,
@@ -54,8 +61,8 @@ enum WireRegion {
 
 /// What peers are told.
 pub(super) fn encode(devices: usize, regions: &[Arc<RegionKeys>], access: RegionAccess) -> Result<Vec<u8>> {
-    let wire_region = |region: &Arc<RegionKeys>| match &region.reach {
-        Reach::Devices { chunks, devices } => WireRegion::Registered {
+    let wire_reach = |region: &Arc<RegionKeys>| match &region.reach {
+        Reach::Devices { chunks, devices } => WireReach::Registered {
             base: chunks.base(),
             length: chunks.length(),
             chunk_bytes: chunks.chunk_bytes(),
@@ -63,9 +70,13 @@ pub(super) fn encode(devices: usize, regions: &[Arc<RegionKeys>], access: Region
             visible: region.is_visible(),
             rkeys: devices.iter().flatten().map(|chunk| chunk.rkey).collect(),
         },
-        Reach::Staging => WireRegion::Staged {
+        Reach::Staging => WireReach::Staged {
             length: region.region.length(),
         },
+    };
+    let wire_region = |region: &Arc<RegionKeys>| WireRegion {
+        id: region.id(),
+        reach: wire_reach(region),
     };
     let wire = Wire {
         version: VERSION,
@@ -88,7 +99,13 @@ pub struct RemoteRegions {
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
-enum RemoteRegion {
+struct RemoteRegion {
+    id: u64,
+    reach: RemoteReach,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum RemoteReach {
     Registered {
         chunks: Chunks,
         rkeys: Vec<u32>,
@@ -174,12 +191,17 @@ impl RemoteRegions {
 
     /// Whether no device was given some of its regions: their owner copies what goes in and out.
     pub fn is_staged(&self) -> bool {
-        self.regions.contains(&RemoteRegion::Staged)
+        self.regions.iter().any(|region| region.reach == RemoteReach::Staged)
+    }
+
+    /// A region's number at its owner.
+    pub(crate) fn id(&self, region: u32) -> Option<u64> {
+        self.regions.get(region as usize).map(|region| region.id)
     }
 
     /// Whether its owner's processor can look at what lands in all of its regions.
     pub fn is_visible(&self) -> bool {
-        let visible = |region: &RemoteRegion| matches!(region, RemoteRegion::Registered { visible: true, .. });
+        let visible = |region: &RemoteRegion| matches!(region.reach, RemoteReach::Registered { visible: true, .. });
         self.regions.iter().all(visible)
     }
 
@@ -188,7 +210,7 @@ impl RemoteRegions {
     /// it. The run may be longer than `until_edge`: what lies beyond has another key.
     #[inline]
     pub fn locate(&self, region: u32, offset: u64, length: u64, device: usize) -> Option<RemoteKey> {
-        let RemoteRegion::Registered { chunks, rkeys, .. } = self.regions.get(region as usize)? else {
+        let RemoteReach::Registered { chunks, rkeys, .. } = &self.regions.get(region as usize)?.reach else {
             return None;
         };
         if device >= self.devices || offset.checked_add(length)? > chunks.length() {
@@ -207,9 +229,13 @@ impl RemoteRegions {
 impl RemoteRegion {
     fn read(index: usize, wire: WireRegion, devices: usize) -> Result<RemoteRegion> {
         let bad = |why: &str| malformed(format!("region {index}: {why}"));
-        let (chunks, rkeys, visible) = match wire {
-            WireRegion::Staged { .. } => return Ok(RemoteRegion::Staged),
-            WireRegion::Registered {
+        let id = wire.id;
+        let (chunks, rkeys, visible) = match wire.reach {
+            WireReach::Staged { .. } => {
+                let reach = RemoteReach::Staged;
+                return Ok(RemoteRegion { id, reach });
+            }
+            WireReach::Registered {
                 base,
                 length,
                 chunk_bytes,
@@ -222,7 +248,8 @@ impl RemoteRegion {
         if chunks.count().checked_mul(devices) != Some(rkeys.len()) {
             return Err(bad("it has not one key for each chunk and device"));
         }
-        Ok(RemoteRegion::Registered { chunks, rkeys, visible })
+        let reach = RemoteReach::Registered { chunks, rkeys, visible };
+        Ok(RemoteRegion { id, reach })
     }
 }
 
@@ -255,13 +282,16 @@ mod tests {
                             next
                         })
                         .collect();
-                    WireRegion::Registered {
-                        base,
-                        length,
-                        chunk_bytes,
-                        edges: Vec::new(),
-                        visible: true,
-                        rkeys,
+                    WireRegion {
+                        id: base,
+                        reach: WireReach::Registered {
+                            base,
+                            length,
+                            chunk_bytes,
+                            edges: Vec::new(),
+                            visible: true,
+                            rkeys,
+                        },
                     }
                 })
                 .collect(),
@@ -303,9 +333,13 @@ mod tests {
     fn staged_regions_have_no_keys() {
         let mut some = wire(1, &[(4096, 4096, 4096)]);
         assert!(!RemoteRegions::parse(&bytes(&some)).unwrap().is_staged());
-        some.regions.push(WireRegion::Staged { length: 100 });
+        some.regions.push(WireRegion {
+            id: 9,
+            reach: WireReach::Staged { length: 100 },
+        });
         let remote = RemoteRegions::parse(&bytes(&some)).unwrap();
         assert!(remote.is_staged() && !remote.is_visible());
+        assert_eq!((remote.id(0), remote.id(1), remote.id(2)), (Some(4096), Some(9), None));
         assert!(remote.locate(0, 0, 1, 0).is_some() && remote.locate(1, 0, 1, 0).is_none());
     }
 
@@ -318,13 +352,13 @@ mod tests {
         assert_eq!(refused(&wire(1, &[(4096, 10, 4095)])), ErrorKind::Protocol);
         assert_eq!(refused(&wire(33, &[])), ErrorKind::Protocol);
         let mut short = wire(2, &[(4096, 8192, 4096)]);
-        let WireRegion::Registered { rkeys, .. } = &mut short.regions[0] else {
+        let WireReach::Registered { rkeys, .. } = &mut short.regions[0].reach else {
             panic!("it was just made");
         };
         rkeys.pop();
         assert_eq!(refused(&short), ErrorKind::Protocol);
         let mut torn = wire(1, &[(4096, 4096, 4096)]);
-        let WireRegion::Registered { edges, .. } = &mut torn.regions[0] else {
+        let WireReach::Registered { edges, .. } = &mut torn.regions[0].reach else {
             panic!("it was just made");
         };
         edges.push(4096);
@@ -347,13 +381,16 @@ mod tests {
     fn the_encoding_is_as_small_as_promised() {
         let mut largest = wire(1, &[]);
         largest.regions = (0..200)
-            .map(|_| WireRegion::Registered {
-                base: u64::MAX,
-                length: u64::MAX,
-                chunk_bytes: u64::MAX,
-                edges: vec![u64::MAX; 50],
-                visible: true,
-                rkeys: vec![u32::MAX; 200],
+            .map(|_| WireRegion {
+                id: u64::MAX,
+                reach: WireReach::Registered {
+                    base: u64::MAX,
+                    length: u64::MAX,
+                    chunk_bytes: u64::MAX,
+                    edges: vec![u64::MAX; 50],
+                    visible: true,
+                    rkeys: vec![u32::MAX; 200],
+                },
             })
             .collect();
         let most = HEADER_BYTES_MAX + 200 * (REGION_BYTES_MAX + 50 * EDGE_BYTES_MAX + 200 * KEY_BYTES_MAX);
@@ -393,7 +430,7 @@ mod tests {
             return;
         };
         for (index, region) in remote.regions.iter().enumerate() {
-            let RemoteRegion::Registered { chunks, .. } = region else {
+            let RemoteReach::Registered { chunks, .. } = &region.reach else {
                 assert!(remote.locate(index as u32, 0, 1, 0).is_none());
                 continue;
             };

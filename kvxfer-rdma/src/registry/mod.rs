@@ -20,6 +20,7 @@ mod register;
 mod retire;
 
 use std::collections::{BTreeMap, HashMap};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -48,11 +49,17 @@ struct Inner {
     // By the region's address in this process, only to find the candidates: the entry's own `Arc` decides.
     regions: RwLock<HashMap<usize, Vec<Arc<RegionKeys>>>>,
     retirement: Retirement,
+    // The number of the next registration.
+    next: AtomicU64,
+    // By number: what peers may have the owner copy out.
+    served: RwLock<HashMap<u64, Weak<RegionKeys>>>,
 }
 
 /// One region, registered on every device. Keeps the registrations, and the region's memory.
 #[derive(Debug)]
 pub struct RegionKeys {
+    // Its number, unique in the registry.
+    id: u64,
     region: Arc<Region>,
     access: RegionAccess,
     reach: Reach,
@@ -124,6 +131,8 @@ impl Registry {
                 options,
                 regions: RwLock::new(HashMap::new()),
                 retirement: Retirement::start()?,
+                next: AtomicU64::new(1),
+                served: RwLock::default(),
             }),
         })
     }
@@ -146,6 +155,7 @@ impl Registry {
             .into_iter()
             .map(|made| {
                 Arc::new(RegionKeys {
+                    id: self.inner.next.fetch_add(1, Ordering::Relaxed),
                     region: made.region,
                     access,
                     reach: made.reach,
@@ -164,6 +174,10 @@ impl Registry {
             map.entry(identity(&entry.region)).or_default().push(entry.clone());
         }
         drop(map);
+        if access.serves {
+            let mut served = self.inner.served.write();
+            served.extend(made.iter().map(|keys| (keys.id, Arc::downgrade(keys))));
+        }
         Ok(Registered {
             keys,
             notes,
@@ -183,6 +197,11 @@ impl Registry {
             .filter(|entry| Arc::ptr_eq(&entry.region, region))
             .max_by_key(|entry| entry.access.receives)
             .cloned()
+    }
+
+    /// The registration of that number, if peers may read it and its pool is in use.
+    pub(crate) fn served(&self, id: u64) -> Option<Arc<RegionKeys>> {
+        self.inner.served.read().get(&id)?.upgrade()
     }
 
     /// The registrations that peers may write. Whoever flushes a device holds them meanwhile, so that a pool that is
@@ -225,6 +244,10 @@ impl RegionKeys {
     /// The region.
     pub fn region(&self) -> &Arc<Region> {
         &self.region
+    }
+
+    pub(crate) fn id(&self) -> u64 {
+        self.id
     }
 
     /// What it is registered for.
@@ -326,6 +349,11 @@ impl Drop for Hold {
         let Some(registry) = self.registry.upgrade() else {
             return;
         };
+        let mut served = registry.served.write();
+        for mine in &self.regions {
+            served.remove(&mine.id);
+        }
+        drop(served);
         let mut map = registry.regions.write();
         for mine in &self.regions {
             let key = identity(&mine.region);

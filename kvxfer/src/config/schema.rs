@@ -262,9 +262,9 @@ pub(crate) const KEYS: &[Key] = &[
     },
     integer(
         "rdma.staging_bytes_max",
-        2 << 20,
+        4 << 20,
         1 << 40,
-        "Most bytes of staging buffers per device: half to send from, half for peers to write. Only for memory that devices cannot be given; made at need.",
+        "Most bytes of staging buffers per device: half for peers to write, a quarter to send from, a quarter for peers to read. Only for memory that devices cannot be given; made at need.",
     ),
     integer(
         "rdma.spin_us",

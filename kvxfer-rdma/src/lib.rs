@@ -28,7 +28,9 @@
 //! # Trust
 //! A peer with a live session reaches, on its queue pairs, every pool whose keys it was told: it can write pools that
 //! receive and read pools that serve, and nothing else. Pools that only receive cannot be read: the reads that flush
-//! writes after a fence use keys of their own, which no peer is told ([`registry`]).
+//! writes after a fence use keys of their own, which no peer is told ([`registry`]). Staging buffers that peers write are on
+//! the way into pools that receive, those that peers read hold only bytes of pools that serve: what a peer could do with the
+//! key of one that it was once given is nothing that it could not do with the pools' own.
 
 mod advert;
 mod checksum;

@@ -5,6 +5,7 @@ mod connect;
 mod expose;
 mod fill;
 mod flush;
+mod land;
 mod lane;
 mod lose;
 mod receive;

@@ -49,7 +49,7 @@
 #define KVX_FOREVER UINT64_MAX
 
 /* The highest kvx_abi_version that this header describes. */
-#define KVX_ABI_VERSION 1
+#define KVX_ABI_VERSION 2
 
 // What most calls give back: KVX_OK, KVX_PENDING (not yet), or a negative KVX_ERR_... code.
 typedef int32_t kvx_status;
@@ -318,7 +318,8 @@ typedef struct {
   kvx_release release;
   // Passed to release.
   void *release_data;
-  // The device, for memory of one.
+  // Of memory of a device: one more than the number that CUDA has for the device in this process, if it is to be
+  // checked; 0: whichever device the memory is of.
   uint32_t device;
   // 0.
   uint32_t reserved;
@@ -567,6 +568,10 @@ typedef struct {
   const void *message;
   // How many, at most 64 KiB.
   size_t message_length;
+  // Of a push: a CUevent (cudaEvent_t) that what writes the source was recorded before; the source is not read before it
+  // has happened. Captured in the call, as kvx_offer_ready_after does. Null: none. A push that waits can be cancelled
+  // at once.
+  void *after;
 } kvx_transfer_options;
 
 // A push or a pull under way. A kvx_handle.
@@ -806,7 +811,7 @@ typedef struct {
 // Memory that the CPU can read and write.
 #define KVX_MEMORY_HOST 0
 
-// Memory of a device: KVX_ERR_UNSUPPORTED in this build.
+// Memory of a CUDA device: KVX_ERR_UNSUPPORTED without a driver that can be used.
 #define KVX_MEMORY_DEVICE 1
 
 // The holder may write into the owner's blocks.
@@ -1115,14 +1120,34 @@ kvx_status kvx_offer_ready(kvx_offer offer,
                            uint32_t first_layer,
                            uint32_t layer_end);
 
+// As kvx_offer_ready, for bytes that kernels are still to write: event is a CUevent (cudaEvent_t) recorded behind them.
+// Everything is checked now, and the part is read once the event has happened. The event is captured as it is in this
+// call: it may be recorded again or destroyed afterwards. No stream and no device is waited for. One that fails ends the
+// offer. KVX_ERR_INVALID_ARGUMENT for null and inside a stream capture, KVX_ERR_UNSUPPORTED without a CUDA driver.
+kvx_status kvx_offer_ready_after(kvx_offer offer,
+                                 uint32_t first_token,
+                                 uint32_t token_end,
+                                 uint32_t first_layer,
+                                 uint32_t layer_end,
+                                 void *event);
+
 // kvx_offer_ready for a whole step of several requests of one endpoint, with one look at the control plane. Stops at the
 // first refusal: parts before it are released, those after it are not.
 kvx_status kvx_ready_many(kvx_endpoint endpoint,
                           const kvx_part *parts,
                           size_t part_count);
 
+// kvx_ready_many with one event for the whole step, as kvx_offer_ready_after takes it.
+kvx_status kvx_ready_many_after(kvx_endpoint endpoint, const kvx_part *parts, size_t part_count, void *event);
+
 // No more blocks come: the request has token_end tokens. What has not been released is now, with the state blocks.
 kvx_status kvx_offer_finish(kvx_offer offer, uint32_t token_end);
+
+// As kvx_offer_finish, and what it releases, state blocks included, waits for the event, as kvx_offer_ready_after takes it.
+// What was released before keeps to its own.
+kvx_status kvx_offer_finish_after(kvx_offer offer,
+                                  uint32_t token_end,
+                                  void *event);
 
 // Voids all progress: bytes of earlier attempts never count. Blocks are appended anew. Those of earlier attempts may be
 // overwritten once kvx_offer_voided says so.
@@ -1156,6 +1181,14 @@ kvx_status kvx_claim_fill(kvx_claim claim, const kvx_group_selection *groups, si
 
 // Ends the claim before it is filled: KVX_ERR_DECLINED at both sides. No effect after that.
 kvx_status kvx_claim_decline(kvx_claim claim);
+
+// Lets a CUDA stream (CUstream, cudaStream_t; null is the default stream) wait, from its present end on, until the claim
+// has ended: arrived or not, which kvx_handle_poll says. Kernels queued behind it read the blocks after the arrival. The
+// stream goes on at the claim's deadline and when the endpoint is closed, too. What makes the claim end must not be queued
+// behind it. KVX_ERR_INVALID_ARGUMENT inside a stream capture; KVX_ERR_UNSUPPORTED without a CUDA driver that can do it;
+// KVX_ERR_BUSY if too many streams wait.
+kvx_status kvx_claim_hold_stream(kvx_claim claim,
+                                 void *stream);
 
 // Permits a peer to write exactly these blocks, once. Options may be null.
 kvx_status kvx_pool_grant(kvx_pool pool,

@@ -71,8 +71,12 @@ pub struct kvx_transfer_options {
     pub message: *const c_void,
     /// How many, at most 64 KiB.
     pub message_length: usize,
+    /// Of a push: a CUevent (cudaEvent_t) that what writes the source was recorded before; the source is not read before it
+    /// has happened. Captured in the call, as kvx_offer_ready_after does. Null: none. A push that waits can be cancelled
+    /// at once.
+    pub after: *mut c_void,
 }
-grows!(kvx_transfer_options, 48);
+grows!(kvx_transfer_options, 48, 56);
 
 /// What a grant says.
 #[repr(C)]
@@ -227,7 +231,13 @@ pub unsafe extern "C" fn kvx_push(
             (Out::handle("transfer", transfer)?, target(source)?, options, message)
         };
         let (found, pool) = (table::get::<Endpoint>(endpoint)?, table::get::<Pool>(pool)?);
+        let after = match options.after.is_null() {
+            true => None,
+            // SAFETY: a live event, as the header says.
+            false => Some(unsafe { found.after_cuda_event(options.after)? }),
+        };
         let options = PushOptions {
+            after,
             message: (!message.is_empty()).then(|| Arc::from(message)),
             priority: narrow("priority", options.priority)?,
             deadline: input::deadline(options.deadline_ms),
@@ -264,6 +274,13 @@ pub unsafe extern "C" fn kvx_pull(
                 kvxfer::Error::new(kvxfer::ErrorKind::InvalidArgument, "a pull with a message")
                     .because("nobody is told of a pull's arrival but the one who pulls")
                     .remedy("send the message with a push"),
+            );
+        }
+        if !options.after.is_null() {
+            return Err(
+                kvxfer::Error::new(kvxfer::ErrorKind::InvalidArgument, "a pull with an event (after)")
+                    .because("only what is sent can wait for one")
+                    .remedy("pull once the blocks may be written"),
             );
         }
         let (found, pool) = (table::get::<Endpoint>(endpoint)?, table::get::<Pool>(pool)?);

@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 
-use kvxfer::{Claim, ClaimOptions, Endpoint, Error, Offer, OfferOptions, Pool, Result};
+use kvxfer::{After, Claim, ClaimOptions, Endpoint, Error, Offer, OfferOptions, Pool, Result};
 
 use crate::address::{addresses, kvx_address, kvx_id128};
 use crate::call::{Status, call};
@@ -155,6 +155,28 @@ pub extern "C" fn kvx_offer_ready(
     })
 }
 
+/// As kvx_offer_ready, for bytes that kernels are still to write: event is a CUevent (cudaEvent_t) recorded behind them.
+/// Everything is checked now, and the part is read once the event has happened. The event is captured as it is in this
+/// call: it may be recorded again or destroyed afterwards. No stream and no device is waited for. One that fails ends the
+/// offer. KVX_ERR_INVALID_ARGUMENT for null and inside a stream capture, KVX_ERR_UNSUPPORTED without a CUDA driver.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvx_offer_ready_after(
+    offer: kvx_offer,
+    first_token: u32,
+    token_end: u32,
+    first_layer: u32,
+    layer_end: u32,
+    event: *mut c_void,
+) -> kvx_status {
+    call(|| {
+        let offer = table::get::<Held<Offer>>(offer)?;
+        let layers = layers(first_layer, layer_end)?;
+        // SAFETY: null is refused; else a live event, as the header says.
+        let after = unsafe { offer.after_cuda_event(event)? };
+        offer.ready_after(first_token..token_end, layers, &after)
+    })
+}
+
 /// kvx_offer_ready for a whole step of several requests of one endpoint, with one look at the control plane. Stops at the
 /// first refusal: parts before it are released, those after it are not.
 #[unsafe(no_mangle)]
@@ -163,28 +185,70 @@ pub unsafe extern "C" fn kvx_ready_many(
     parts: *const kvx_part,
     part_count: usize,
 ) -> kvx_status {
+    // SAFETY: the caller's array, as the crate's contract says.
+    call(|| unsafe { ready_many(endpoint, parts, part_count, None) })
+}
+
+/// kvx_ready_many with one event for the whole step, as kvx_offer_ready_after takes it.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvx_ready_many_after(
+    endpoint: kvx_endpoint,
+    parts: *const kvx_part,
+    part_count: usize,
+    event: *mut c_void,
+) -> kvx_status {
     call(|| {
         let found = table::get::<Endpoint>(endpoint)?;
+        // SAFETY: null is refused; else a live event, as the header says.
+        let after = unsafe { found.after_cuda_event(event)? };
         // SAFETY: the caller's array, as the crate's contract says.
-        let parts = unsafe { input::structs(parts, part_count)? };
-        let mut offers = Vec::with_capacity(parts.len());
-        for (index, part) in parts.iter().enumerate() {
-            let place = |error: Error| error.at(format!("part {index}"));
-            let offer = table::get::<Held<Offer>>(part.offer).map_err(place)?;
-            offers.push((offer, layers(part.first_layer, part.layer_end).map_err(place)?));
-        }
-        let ready = offers.iter().zip(&parts);
-        let ready: Vec<_> = ready
-            .map(|((offer, layers), part)| (&***offer, part.first_token..part.token_end, layers.clone()))
-            .collect();
-        found.ready_many(&ready)
+        unsafe { ready_many(endpoint, parts, part_count, Some(&after)) }
     })
+}
+
+/// # Safety
+/// `parts` is what [`input::structs`] takes.
+unsafe fn ready_many(
+    endpoint: kvx_endpoint,
+    parts: *const kvx_part,
+    part_count: usize,
+    after: Option<&After>,
+) -> Result<()> {
+    let found = table::get::<Endpoint>(endpoint)?;
+    // SAFETY: the caller's word.
+    let parts = unsafe { input::structs(parts, part_count)? };
+    let mut offers = Vec::with_capacity(parts.len());
+    for (index, part) in parts.iter().enumerate() {
+        let place = |error: Error| error.at(format!("part {index}"));
+        let offer = table::get::<Held<Offer>>(part.offer).map_err(place)?;
+        offers.push((offer, layers(part.first_layer, part.layer_end).map_err(place)?));
+    }
+    let ready = offers.iter().zip(&parts);
+    let ready: Vec<_> = ready
+        .map(|((offer, layers), part)| (&***offer, part.first_token..part.token_end, layers.clone()))
+        .collect();
+    match after {
+        Some(after) => found.ready_many_after(&ready, after),
+        None => found.ready_many(&ready),
+    }
 }
 
 /// No more blocks come: the request has token_end tokens. What has not been released is now, with the state blocks.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvx_offer_finish(offer: kvx_offer, token_end: u32) -> kvx_status {
     call(|| table::get::<Held<Offer>>(offer)?.finish(token_end))
+}
+
+/// As kvx_offer_finish, and what it releases, state blocks included, waits for the event, as kvx_offer_ready_after takes it.
+/// What was released before keeps to its own.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvx_offer_finish_after(offer: kvx_offer, token_end: u32, event: *mut c_void) -> kvx_status {
+    call(|| {
+        let offer = table::get::<Held<Offer>>(offer)?;
+        // SAFETY: null is refused; else a live event, as the header says.
+        let after = unsafe { offer.after_cuda_event(event)? };
+        offer.finish_after(token_end, &after)
+    })
 }
 
 /// Voids all progress: bytes of earlier attempts never count. Blocks are appended anew. Those of earlier attempts may be
@@ -277,6 +341,20 @@ pub extern "C" fn kvx_claim_decline(claim: kvx_claim) -> kvx_status {
     call(|| {
         table::get::<Held<Claim>>(claim)?.decline();
         Ok(())
+    })
+}
+
+/// Lets a CUDA stream (CUstream, cudaStream_t; null is the default stream) wait, from its present end on, until the claim
+/// has ended: arrived or not, which kvx_handle_poll says. Kernels queued behind it read the blocks after the arrival. The
+/// stream goes on at the claim's deadline and when the endpoint is closed, too. What makes the claim end must not be queued
+/// behind it. KVX_ERR_INVALID_ARGUMENT inside a stream capture; KVX_ERR_UNSUPPORTED without a CUDA driver that can do it;
+/// KVX_ERR_BUSY if too many streams wait.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvx_claim_hold_stream(claim: kvx_claim, stream: *mut c_void) -> kvx_status {
+    call(|| {
+        let claim = table::get::<Held<Claim>>(claim)?;
+        // SAFETY: a live stream, as the header says.
+        unsafe { claim.hold_stream(stream) }
     })
 }
 

@@ -4,6 +4,7 @@ use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use kvxfer::cuda::PointerKind;
 use kvxfer::memory::HostMemory;
 use kvxfer::{Endpoint, Error, ErrorKind, Pool, Region, Result, Role};
 
@@ -31,7 +32,7 @@ pub const KVX_ROLE_BOTH: kvx_role = 3;
 pub type kvx_memory = u32;
 /// Memory that the CPU can read and write.
 pub const KVX_MEMORY_HOST: kvx_memory = 0;
-/// Memory of a device: KVX_ERR_UNSUPPORTED in this build.
+/// Memory of a CUDA device: KVX_ERR_UNSUPPORTED without a driver that can be used.
 pub const KVX_MEMORY_DEVICE: kvx_memory = 1;
 
 /// Told once when the library has let go of a region's memory: it may be freed or unmapped then. Called on any thread,
@@ -54,7 +55,8 @@ pub struct kvx_region_spec {
     pub release: kvx_release,
     /// Passed to release.
     pub release_data: *mut c_void,
-    /// The device, for memory of one.
+    /// Of memory of a device: one more than the number that CUDA has for the device in this process, if it is to be
+    /// checked; 0: whichever device the memory is of.
     pub device: u32,
     /// 0.
     pub reserved: u32,
@@ -95,10 +97,14 @@ pub unsafe extern "C" fn kvx_pool_register(
         let (out, specs) = unsafe { (Out::handle("pool", pool)?, input::structs(regions, region_count)?) };
         let (endpoint, layout) = (table::get::<Endpoint>(endpoint)?, table::get::<Layout>(layout)?);
         let role = role_of(role)?;
+        if specs.iter().any(|spec| spec.memory == KVX_MEMORY_DEVICE) {
+            // Without a driver it is no region's fault.
+            endpoint.cuda()?;
+        }
         let registered = Arc::new(AtomicBool::new(false));
         let mut memory = Vec::with_capacity(specs.len());
         for (index, spec) in specs.iter().enumerate() {
-            memory.push(region(spec, &registered).map_err(|error| error.at(format!("region {index}")))?);
+            memory.push(region(&endpoint, spec, &registered).map_err(|error| error.at(format!("region {index}")))?);
         }
         // SAFETY: what the memory must be is the caller's word, as the header says.
         let made = unsafe { endpoint.register((*layout.0).clone(), memory, role)? };
@@ -284,7 +290,10 @@ pub extern "C" fn kvx_pool_free(pool: kvx_pool) -> kvx_status {
 fn described(region: &Region) -> kvx_region_info {
     kvx_region_info {
         struct_size: 0,
-        memory: KVX_MEMORY_HOST,
+        memory: match region.host_view(0, region.length()) {
+            Some(_) => KVX_MEMORY_HOST,
+            None => KVX_MEMORY_DEVICE,
+        },
         address: region.address() as *mut c_void,
         length: region.length(),
     }
@@ -322,21 +331,34 @@ impl Drop for Release {
     }
 }
 
-fn region(spec: &kvx_region_spec, registered: &Arc<AtomicBool>) -> Result<Arc<Region>> {
-    match spec.memory {
-        KVX_MEMORY_HOST => {}
-        KVX_MEMORY_DEVICE => {
-            return Err(Error::new(ErrorKind::Unsupported, "memory of a device")
-                .because("this build has no memory domain for devices")
-                .remedy("register host memory"));
-        }
-        other => return Err(no_such("memory", other)),
+fn region(endpoint: &Endpoint, spec: &kvx_region_spec, registered: &Arc<AtomicBool>) -> Result<Arc<Region>> {
+    if !matches!(spec.memory, KVX_MEMORY_HOST | KVX_MEMORY_DEVICE) {
+        return Err(no_such("memory", spec.memory));
     }
     let release = Release {
         callback: spec.release,
         data: spec.release_data,
         registered: Arc::clone(registered),
     };
+    let address = spec.address as u64;
+    if spec.memory == KVX_MEMORY_DEVICE {
+        let cuda = endpoint.cuda()?;
+        if spec.device > 0
+            && let PointerKind::Device { ordinal, pci } = cuda.classify(address)?.kind
+            && i64::from(ordinal) + 1 != i64::from(spec.device)
+        {
+            return Err(
+                Error::new(ErrorKind::InvalidArgument, format!("device = {}", spec.device))
+                    .because(format!(
+                        "the memory at {address:#x} is of device {ordinal} ({pci}), which counts as {}",
+                        ordinal + 1
+                    ))
+                    .remedy("set device to 0, or to one more than the device's number"),
+            );
+        }
+        // SAFETY: as below; the driver is asked what the address is.
+        return unsafe { cuda.region(address, spec.length, Box::new(release)) };
+    }
     // SAFETY: what the memory must be, and for how long, is the caller's word, as the header says; `release` is dropped
     // with the region.
     unsafe {

@@ -92,7 +92,7 @@ grows!(kvx_error, 16);
 
 const VERSION: &str = concat!(env!("CARGO_PKG_VERSION"), "\0");
 /// Grows by one whenever functions or fields are added. A break would change the soname.
-const ABI_VERSION: u32 = 1;
+const ABI_VERSION: u32 = 2;
 
 /// The version of the C interface that the library has: 1. It grows when functions or fields are added; a library works
 /// with programs built for a version up to its own.

@@ -13,7 +13,7 @@ use support::*;
 
 #[test]
 fn versions() {
-    assert_eq!(kvx_abi_version(), 1);
+    assert_eq!(kvx_abi_version(), 2);
     let version = c! { CStr::from_ptr(kvx_version_string()) };
     assert_eq!(version.to_str().unwrap(), env!("CARGO_PKG_VERSION"));
 }
@@ -352,7 +352,6 @@ fn memory_of_the_callers_is_given_back_once() {
             KVX_ERR_INVALID_ARGUMENT,
             "region 0",
         ),
-        (&|spec| spec.memory = KVX_MEMORY_DEVICE, KVX_ERR_UNSUPPORTED, "device"),
         (&|spec| spec.memory = 5, KVX_ERR_INVALID_ARGUMENT, "memory = 5"),
     ] {
         let mut changed = spec;

@@ -3,6 +3,7 @@
 //! Each has one [`Completion`]. Dropping an open handle cancels it; [`detach`](Offer::detach) lets it go on without
 //! its handle. Calls never block, except [`Offer::retract`], which waits a bounded time.
 
+use std::ffi::c_void;
 use std::ops::{Bound, Range, RangeBounds};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -15,7 +16,9 @@ use kvxfer_core::machine::{HandleId, MemberVerdict, Outcome, WaitingOn};
 use kvxfer_core::transport::Path;
 use kvxfer_core::wire::Grant;
 use kvxfer_core::{Error, ErrorKind, Incarnation, Result, Time};
+use kvxfer_cuda::StreamHold;
 
+use crate::after::{self, After};
 use crate::completion::{Completer, Completion, Waiting, Wakers};
 use crate::control::{Shared, State, seen_to};
 use crate::events::{EventQueue, EventSource};
@@ -74,6 +77,19 @@ impl Offer {
             .call(|state, now, id| state.machine.ready(now, id, (tokens.start, tokens.end), layers))
     }
 
+    /// As [`ready`](Self::ready), for bytes that are there once something has happened: everything is checked now, and
+    /// nothing of the part is read before. [`restart`](Self::restart) and every ending drop what waits.
+    ///
+    /// # Errors
+    /// As [`ready`](Self::ready); `InvalidArgument` for an [`After`] of another endpoint. One that fails ends the offer
+    /// with its error.
+    pub fn ready_after(&self, tokens: Range<u32>, layers: impl RangeBounds<u16>, after: &After) -> Result<()> {
+        after.check(&self.core.shared.reports)?;
+        let layers = self.layer_range(layers);
+        self.core
+            .call(|state, now, id| after::ready(state, now, id, (tokens.start, tokens.end), layers, Some(after)))
+    }
+
     /// No more blocks come: the request has `token_end` tokens. What has not been released is now, with state blocks.
     ///
     /// # Errors
@@ -81,6 +97,33 @@ impl Offer {
     pub fn finish(&self, token_end: u32) -> Result<()> {
         self.core
             .call(|state, now, id| state.machine.finish(now, id, token_end))
+    }
+
+    /// [`Endpoint::after_cuda_event`](crate::Endpoint::after_cuda_event) of the offer's endpoint.
+    ///
+    /// # Errors
+    /// The same.
+    ///
+    /// # Safety
+    /// The same: `event` is null or a live `CUevent` (or `cudaEvent_t`).
+    pub unsafe fn after_cuda_event(&self, event: *mut c_void) -> Result<After> {
+        // SAFETY: the caller's contract.
+        unsafe { self.core.shared.after_cuda_event(event) }
+    }
+
+    /// As [`finish`](Self::finish), and what it releases, state blocks included, is not read before something has
+    /// happened. Parts that were released before keep to what they wait for.
+    ///
+    /// # Errors
+    /// As [`finish`](Self::finish) and [`ready_after`](Self::ready_after).
+    pub fn finish_after(&self, token_end: u32, after: &After) -> Result<()> {
+        after.check(&self.core.shared.reports)?;
+        self.core.call(|state, now, id| {
+            after::call(Some(after), state, now, |state, event| match event {
+                Some(event) => state.machine.finish_after(now, id, token_end, event),
+                None => state.machine.finish(now, id, token_end),
+            })
+        })
     }
 
     /// Voids all progress: bytes of earlier attempts never count. Blocks are appended anew. Those of earlier attempts
@@ -208,6 +251,34 @@ impl Claim {
     /// Ends the claim `Cancelled`. Its blocks may be reused once [`arrived`](Self::arrived) says so.
     pub fn cancel(&self) {
         self.core.cancel();
+    }
+
+    /// Lets a CUDA stream wait, from its present end on, until the claim has ended: arrived or not, which
+    /// [`arrived`](Self::arrived) says. Kernels that are queued behind it read the blocks after the arrival. The stream
+    /// goes on at once if the claim has ended, and in any case at its deadline or when the endpoint is closed.
+    ///
+    /// A stream that waits can hold up others of its context: the device has few queues. What makes the claim end must
+    /// not be queued behind it.
+    ///
+    /// # Errors
+    /// `InvalidArgument` inside a stream capture, `Unsupported` without a driver or one that has no such waits, `Busy` if
+    /// too many streams wait.
+    ///
+    /// # Safety
+    /// `stream` is a live `CUstream` (or `cudaStream_t`; null is the default stream).
+    pub unsafe fn hold_stream(&self, stream: *mut c_void) -> Result<()> {
+        if self.core.completion.ended() {
+            return Ok(());
+        }
+        // SAFETY: the caller's contract.
+        let hold = unsafe { self.core.shared.cuda()?.hold_stream(stream) }?;
+        self.core.call(|state, _, id| {
+            // Dropped, the stream goes on: the claim has ended meanwhile.
+            if let Some(entry) = state.handles.get_mut(&id) {
+                entry.streams.push(hold);
+            }
+        });
+        Ok(())
     }
 
     /// The end: every byte selected is in place; or none lands any more.
@@ -358,6 +429,8 @@ pub(crate) struct Entry {
     pub(crate) events: Option<Arc<EventSource>>,
     /// An event is waited for as much as anything.
     pub(crate) _waiting: Option<Waiting>,
+    /// Streams that go on when the handle ends, however it does.
+    pub(crate) streams: Vec<StreamHold>,
     pub(crate) opened: Time,
 }
 

@@ -47,6 +47,7 @@
 //! [`Endpoint::push`] does so, with a message if wanted; [`Pool::serve`] and [`Endpoint::pull`] are the same for reading.
 #![deny(unsafe_op_in_unsafe_fn)]
 
+mod after;
 mod clock;
 mod completion;
 pub mod config;
@@ -69,7 +70,9 @@ pub use kvxfer_core::plan::{Scope, Target};
 pub use kvxfer_core::transport::Path;
 pub use kvxfer_core::wire::{Access, EndpointAddress, Grant, RankCoordinates, Verdict};
 pub use kvxfer_core::{Error, ErrorKind, Generation, GrantName, Incarnation, PoolId, Result, SlotId, Time};
+pub use kvxfer_cuda::{self as cuda, Cuda};
 
+pub use after::{After, Happening};
 pub use completion::{Completion, CompletionFuture};
 pub use config::Config;
 pub use control::PeerState;

@@ -3,7 +3,10 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use kvxfer_core::machine::EventId;
 use kvxfer_core::{Incarnation, machine};
+
+use crate::after::After;
 
 /// Options of [`Endpoint::offer`](crate::Endpoint::offer).
 #[derive(Debug, Clone)]
@@ -118,16 +121,18 @@ pub struct PushOptions {
     pub deadline: Option<Duration>,
     /// Compute and check a checksum of the payload.
     pub checksum: bool,
+    /// The source is not read before this has happened. Until then the push is held, and can be cancelled at once.
+    pub after: Option<After>,
     /// Events with this number.
     pub events: Option<u64>,
 }
 
 impl PushOptions {
-    pub(crate) fn machine(&self) -> machine::TransferOptions {
+    pub(crate) fn machine(&self, after: Option<EventId>) -> machine::TransferOptions {
         machine::TransferOptions {
             deadline: self.deadline,
             message: self.message.clone(),
-            after: None,
+            after,
             priority: self.priority,
             checksum: self.checksum,
         }

@@ -12,6 +12,7 @@ use kvxfer_core::plan::Target;
 use kvxfer_core::transport::RegionAccess;
 use kvxfer_core::wire::Access;
 use kvxfer_core::{Error, ErrorKind, PoolId, Result};
+use kvxfer_cuda::PointerKind;
 
 use crate::completion::Completion;
 use crate::control::{Shared, State};
@@ -222,6 +223,7 @@ impl Pool {
                     sink: Sink::Arrival(completer),
                     events: events.clone(),
                     _waiting: None,
+                    streams: Vec::new(),
                     opened: now,
                 },
             );
@@ -266,6 +268,7 @@ impl Inner {
             Presence::Suspended => {
                 let (serves, receives) = (self.role.serves(), self.role.receives());
                 let access = RegionAccess { serves, receives };
+                check_kinds(&self.shared, &self.regions)?;
                 let mut registration = self.shared.transports.register(&self.regions, access)?;
                 let setup = PoolSetup {
                     layout: Arc::clone(&self.layout),
@@ -338,6 +341,33 @@ fn check_regions(layout: &PoolLayout, regions: &[Arc<Region>]) -> Result<()> {
             )
             .because(format!("the layout declares {length} bytes"))
             .remedy("pass at least as much memory as the layout declares"));
+        }
+    }
+    Ok(())
+}
+
+/// Whether what is declared as host memory is: the driver, if it is in use, knows its devices' addresses. Read by the
+/// CPU they would end the process. (The reverse is refused where the region is made.)
+fn check_kinds(shared: &Shared, regions: &[Arc<Region>]) -> Result<()> {
+    let Some(cuda) = shared.loaded_cuda() else {
+        return Ok(());
+    };
+    for (index, region) in regions.iter().enumerate() {
+        if region.length() == 0 || region.host_view(0, 1).is_none() {
+            continue;
+        }
+        let address = region.address();
+        // A driver that cannot say has nothing against it: pools in host memory outlive it.
+        let kind = cuda.classify(address).map(|pointer| pointer.kind);
+        if let Ok(PointerKind::Device { pci, .. }) = kind {
+            return Err(Error::new(
+                ErrorKind::InvalidArgument,
+                format!("region {index}, {} bytes at {address:#x}", region.length()),
+            )
+            .because(format!(
+                "it is declared as host memory, and is memory of the CUDA device {pci}"
+            ))
+            .remedy("declare it as CUDA memory: make its region with Endpoint::cuda"));
         }
     }
     Ok(())

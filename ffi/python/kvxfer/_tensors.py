@@ -54,6 +54,8 @@ class MemoryRegion(NamedTuple):
     """What keeps it there."""
     read_only: bool = False
     """Whether peers must not write to it."""
+    device: str = "cpu"
+    """`"cpu"`, or `"cuda"` for memory that the CUDA driver knows: a device's, page-locked or managed."""
 
 
 class _Axis(NamedTuple):
@@ -81,6 +83,7 @@ class _Span(NamedTuple):
     storage: Optional[Tuple[int, int]]
     owner: Any
     read_only: bool
+    device: str
 
 
 def layout_of(
@@ -142,13 +145,15 @@ def _regions(spans: Sequence[_Span]) -> List[MemoryRegion]:
         end = max(span.end for span in group)
         owners = tuple(span.owner for span in group)
         read_only = any(span.read_only for span in group)
+        # One allocation is of one kind, and so are addresses that overlap.
+        device = group[0].device
         if regions and start < regions[-1].address + regions[-1].length:
             last = regions.pop()
             end = max(end, last.address + last.length)
             owners = last.owner + owners
             read_only = read_only or last.read_only
             start = last.address
-        regions.append(MemoryRegion(start, end - start, owners, read_only))
+        regions.append(MemoryRegion(start, end - start, owners, read_only, device))
     return regions
 
 
@@ -167,7 +172,7 @@ class _Reader:
         raise InvalidArgument(f"{what} ({self.place}): {why}; {remedy}")
 
     def read(self) -> Tuple[List[_Piece], _Span]:
-        address, item_size, shape, strides, read_only, storage, span, owner = _view(self.tensor.tensor)
+        address, item_size, shape, strides, read_only, storage, span, owner, device = _view(self.tensor.tensor)
         if span is None or span[1] == 0:
             self.refuse(f"shape {tuple(shape)}", "it has no bytes", "give the memory of the cache")
         assert span is not None
@@ -178,7 +183,7 @@ class _Reader:
             storage[0] <= span[0] and span[0] + span[1] <= storage[0] + storage[1]
         ):
             storage = None
-        return pieces, _Span(span[0], span[0] + span[1], storage, owner, read_only)
+        return pieces, _Span(span[0], span[0] + span[1], storage, owner, read_only, device)
 
     def name_axes(
         self, shape: Sequence[int], strides: Sequence[int], item_size: int

@@ -7,12 +7,15 @@ use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyCapsule, PyCapsuleMethods};
 
-use crate::memory::{View, dense_strides};
+use crate::memory::{Place, View, dense_strides};
 
 const DEVICE_CPU: i32 = 1;
 /// Host memory that a device driver has pinned: the CPU touches it like any other.
 const DEVICE_CUDA_HOST: i32 = 3;
 const DEVICE_ROCM_HOST: i32 = 11;
+const DEVICE_CUDA: i32 = 2;
+/// Managed by the CUDA driver, for the CPU and devices.
+const DEVICE_CUDA_MANAGED: i32 = 13;
 
 #[repr(C)]
 struct Tensor {
@@ -64,9 +67,10 @@ pub(crate) fn view(object: &Bound<'_, PyAny>) -> PyResult<View> {
             .collect(),
         None => dense_strides(&shape, item_size),
     };
-    let device = match tensor.device_type {
-        DEVICE_CPU | DEVICE_CUDA_HOST | DEVICE_ROCM_HOST => "cpu".to_owned(),
-        kind => format!("device {}:{} (DLPack's numbers)", kind, tensor.device_id),
+    let place = match tensor.device_type {
+        DEVICE_CPU | DEVICE_CUDA_HOST | DEVICE_ROCM_HOST => Place::Host,
+        DEVICE_CUDA | DEVICE_CUDA_MANAGED => Place::Cuda,
+        kind => Place::Other(format!("device {}:{} (DLPack's numbers)", kind, tensor.device_id)),
     };
     Ok(View {
         address: (tensor.data as u64).wrapping_add(tensor.byte_offset),
@@ -75,7 +79,7 @@ pub(crate) fn view(object: &Bound<'_, PyAny>) -> PyResult<View> {
         strides,
         // The format's first version does not say; producers refuse to export what is read-only.
         read_only: false,
-        device,
+        place,
         storage: None,
         owner: capsule.clone().into_any().unbind(),
     })

@@ -1,5 +1,6 @@
 //! The endpoint.
 
+use std::ffi::c_void;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -70,6 +71,15 @@ pub(crate) struct Endpoint {
 impl Endpoint {
     fn open(&self) -> PyResult<&kvxfer::Endpoint> {
         Ok(&self.core.get()?.endpoint)
+    }
+
+    /// What parts and pushes shall wait for.
+    fn captured(&self, py: Python<'_>, event: Option<&Bound<'_, PyAny>>) -> PyResult<Option<kvxfer::After>> {
+        let endpoint = self.open()?;
+        // SAFETY: a live event, as the documentation asks for; null is refused.
+        crate::cuda::after(py, event, |event| unsafe {
+            endpoint.after_cuda_event(event as *mut c_void)
+        })
     }
 
     /// Closes on a thread of its own, so that Ctrl-C is heard here; waits at most `patience`.
@@ -208,8 +218,8 @@ impl Endpoint {
 
     /// Makes memory of the caller's known as a pool: one region for each that the layout declares.
     ///
-    /// A region is anything with the buffer protocol, a numpy array or torch tensor, anything with `__dlpack__`, or
-    /// `(address, length[, owner])`. It is kept alive until the pool has gone. While transfers are under way other
+    /// A region is anything with the buffer protocol, a numpy array or torch tensor, anything with `__dlpack__` or
+    /// `__cuda_array_interface__`, or `(address, length[, owner])`, or a `MemoryRegion`, whose `device` may be `"cuda"`. It is kept alive until the pool has gone. While transfers are under way other
     /// threads read it and, where claims and grants say so, write it.
     #[pyo3(signature = (layout, regions, role))]
     fn register(
@@ -229,7 +239,7 @@ impl Endpoint {
         }
         let given = regions.try_iter()?;
         let given = given
-            .map(|given| region(&given?, writable))
+            .map(|given| region(self.open()?, &given?, writable))
             .collect::<PyResult<Vec<_>>>()?;
         let endpoint = self.open()?;
         let declared = layout.get().inner.clone();
@@ -279,7 +289,9 @@ impl Endpoint {
     /// `Offer.ready` for a whole step of several requests, with one look at the control plane: a list of
     /// `(offer, first_token, token_end, layers)`, where `layers` is `None` for all or `(first, end)`. Parts before a
     /// refused one are released, those after it are not.
-    fn ready_many(&self, parts: &Bound<'_, PyAny>) -> PyResult<()> {
+    /// One `after` is for all of them, as `Offer.ready` takes it.
+    #[pyo3(signature = (parts, *, after = None))]
+    fn ready_many(&self, parts: &Bound<'_, PyAny>, after: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
         let endpoint = self.open()?;
         let mut offers = Vec::new();
         for part in parts.try_iter()? {
@@ -291,7 +303,11 @@ impl Endpoint {
             .iter()
             .map(|(offer, tokens, layers)| Ok((crate::handle::offer(offer)?, tokens.clone(), *layers)))
             .collect::<PyResult<Vec<_>>>()?;
-        endpoint.ready_many(&offers).map_err(raise)
+        match self.captured(parts.py(), after)? {
+            None => endpoint.ready_many(&offers),
+            Some(after) => endpoint.ready_many_after(&offers, &after),
+        }
+        .map_err(raise)
     }
 
     /// Claims a request's KV from all endpoints that hold some of it (addresses or their texts), before or after they
@@ -333,9 +349,10 @@ impl Endpoint {
         Claim::new(py, claim)
     }
 
-    /// Writes blocks of ours into the blocks of a grant, with an optional message (bytes, at most 64 KiB).
-    #[pyo3(signature = (pool, source, grant, message = None, priority = U8(0), deadline = None, checksum = false, events = None),
-           text_signature = "($self, pool, source, grant, message=None, priority=0, deadline=None, checksum=False, events=None)")]
+    /// Writes blocks of ours into the blocks of a grant, with an optional message (bytes, at most 64 KiB); with `after`,
+    /// once a CUDA event has happened, as `Offer.ready` takes it.
+    #[pyo3(signature = (pool, source, grant, message = None, priority = U8(0), deadline = None, checksum = false, events = None, *, after = None),
+           text_signature = "($self, pool, source, grant, message=None, priority=0, deadline=None, checksum=False, events=None, *, after=None)")]
     #[expect(clippy::too_many_arguments, reason = "keywords in Python")]
     fn push(
         &self,
@@ -348,8 +365,10 @@ impl Endpoint {
         deadline: Option<Seconds>,
         checksum: bool,
         events: Option<U64>,
+        after: Option<&Bound<'_, PyAny>>,
     ) -> PyResult<Py<Transfer>> {
         let options = PushOptions {
+            after: self.captured(py, after)?,
             message: message
                 .map(|message| with_bytes(message, |bytes| Arc::from(bytes)))
                 .transpose()?,

@@ -1,5 +1,6 @@
 //! Handles: offers, claims, grants, transfers.
 
+use std::ffi::c_void;
 use std::ops::Bound as End;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
@@ -334,17 +335,35 @@ impl Offer {
     }
 
     /// Releases a part for sending: these tokens of all layers, or of the layers `(first, end)`, counted in the
-    /// layout's layers.
-    #[pyo3(signature = (first_token, token_end, layers = None))]
-    fn ready(slf: &Bound<'_, Self>, first_token: U32, token_end: U32, layers: Option<(U16, U16)>) -> PyResult<()> {
-        offer(slf)?
-            .ready(first_token.0..token_end.0, layer_range(layers))
-            .map_err(raise)
+    /// layout's layers. With `after`, a CUDA event recorded behind the kernels that write them (its address, or an
+    /// object with `cuda_event` or `ptr`), they are read once that has happened: the call takes the event as it is
+    /// now, and waits for nothing.
+    #[pyo3(signature = (first_token, token_end, layers = None, *, after = None))]
+    fn ready(
+        slf: &Bound<'_, Self>,
+        first_token: U32,
+        token_end: U32,
+        layers: Option<(U16, U16)>,
+        after: Option<&Bound<'_, PyAny>>,
+    ) -> PyResult<()> {
+        let (offer, tokens) = (offer(slf)?, first_token.0..token_end.0);
+        match captured(slf.py(), offer, after)? {
+            None => offer.ready(tokens, layer_range(layers)),
+            Some(after) => offer.ready_after(tokens, layer_range(layers), &after),
+        }
+        .map_err(raise)
     }
 
-    /// No more blocks come: the request has `token_end` tokens. What has not been released is now.
-    fn finish(slf: &Bound<'_, Self>, token_end: U32) -> PyResult<()> {
-        offer(slf)?.finish(token_end.0).map_err(raise)
+    /// No more blocks come: the request has `token_end` tokens. What has not been released is now, or `after` an event
+    /// as `ready` takes it.
+    #[pyo3(signature = (token_end, *, after = None))]
+    fn finish(slf: &Bound<'_, Self>, token_end: U32, after: Option<&Bound<'_, PyAny>>) -> PyResult<()> {
+        let offer = offer(slf)?;
+        match captured(slf.py(), offer, after)? {
+            None => offer.finish(token_end.0),
+            Some(after) => offer.finish_after(token_end.0, &after),
+        }
+        .map_err(raise)
     }
 
     /// Voids all progress: bytes of earlier attempts never count. Blocks are appended anew; those of earlier attempts
@@ -366,6 +385,18 @@ impl Offer {
         let offer = offer(slf)?;
         without_lock(slf.py(), || offer.retract(&blocks)).map_err(raise)
     }
+}
+
+/// What the offer's parts shall wait for.
+fn captured(
+    py: Python<'_>,
+    offer: &kvxfer::Offer,
+    event: Option<&Bound<'_, PyAny>>,
+) -> PyResult<Option<kvxfer::After>> {
+    // SAFETY: a live event, as the documentation asks for; null is refused.
+    crate::cuda::after(py, event, |event| unsafe {
+        offer.after_cuda_event(event as *mut c_void)
+    })
 }
 
 /// A layer range as Rust wants it; `None` stands for all layers.
@@ -402,6 +433,15 @@ impl Claim {
     fn fill(slf: &Bound<'_, Self>, selection: &Bound<'_, PyAny>) -> PyResult<()> {
         let selection = crate::selection::selection(selection)?.into_owned();
         claim(slf)?.fill(selection).map_err(raise)
+    }
+
+    /// Lets a CUDA stream (its address, or an object with `cuda_stream` or `ptr`) wait, from its present end on, until
+    /// the claim has ended, arrived or not. Kernels queued behind it read the blocks after the arrival. What makes the
+    /// claim end must not be queued behind it.
+    fn hold_stream(slf: &Bound<'_, Self>, stream: &Bound<'_, PyAny>) -> PyResult<()> {
+        let (claim, stream) = (claim(slf)?, crate::cuda::stream(stream)?);
+        // SAFETY: a live stream, as the documentation asks for; 0 is the default one.
+        without_lock(slf.py(), || unsafe { claim.hold_stream(stream as *mut c_void) }).map_err(raise)
     }
 
     /// Ends the claim before it is filled: `Declined` at both sides. Does nothing after that.

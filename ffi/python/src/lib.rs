@@ -11,6 +11,7 @@ use pyo3::prelude::*;
 
 mod address;
 mod arguments;
+mod cuda;
 mod dlpack;
 mod endpoint;
 mod error;

@@ -7,6 +7,7 @@ use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::Arc;
 
+use kvxfer::cuda::PointerKind;
 use kvxfer::memory::{HostMemory, Region};
 use kvxfer::{Error, ErrorKind};
 use pyo3::exceptions::{PyBufferError, PyTypeError};
@@ -17,6 +18,7 @@ use pyo3::{ffi, intern};
 use crate::arguments::{U64, type_name};
 use crate::dlpack;
 use crate::error::{invalid, raise};
+use crate::exit::without_lock;
 
 /// CPython's `Py_buffer`.
 ///
@@ -173,6 +175,36 @@ pub(crate) fn with_bytes<T>(object: &Bound<'_, PyAny>, use_them: impl FnOnce(&[u
     Ok(use_them(unsafe { std::slice::from_raw_parts(address, length) }))
 }
 
+/// The kind of memory an array says it is in.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Place {
+    /// The CPU touches it.
+    Host,
+    /// CUDA's: the driver is asked which kind it is.
+    Cuda,
+    /// Something else, in words.
+    Other(String),
+}
+
+impl Place {
+    /// By the name that Python's libraries have for it.
+    fn named(name: &str) -> Place {
+        match name {
+            "cpu" => Place::Host,
+            "cuda" => Place::Cuda,
+            other => Place::Other(other.to_owned()),
+        }
+    }
+
+    fn name(&self) -> &str {
+        match self {
+            Place::Host => "cpu",
+            Place::Cuda => "cuda",
+            Place::Other(name) => name,
+        }
+    }
+}
+
 /// Where an array's elements are.
 pub(crate) struct View {
     pub(crate) address: u64,
@@ -181,8 +213,7 @@ pub(crate) struct View {
     /// In bytes.
     pub(crate) strides: Vec<i64>,
     pub(crate) read_only: bool,
-    /// `cpu`, or what the memory is on.
-    pub(crate) device: String,
+    pub(crate) place: Place,
     /// The whole allocation, if the object tells: address and bytes.
     pub(crate) storage: Option<(u64, u64)>,
     /// Keeps the memory where it is.
@@ -206,7 +237,7 @@ impl View {
             return Err(of_objects(object));
         }
         if has(object, "__cuda_array_interface__") {
-            return View::from_interface(object, "__cuda_array_interface__", "cuda");
+            return View::from_interface(object, "__cuda_array_interface__", Place::Cuda);
         }
         if has(object, "data_ptr") && has(object, "untyped_storage") {
             return View::from_torch(object);
@@ -221,7 +252,7 @@ impl View {
             }
         }
         if has(object, "__array_interface__") {
-            return View::from_interface(object, "__array_interface__", "cpu");
+            return View::from_interface(object, "__array_interface__", Place::Host);
         }
         if has(object, "__dlpack__") {
             return dlpack::view(object);
@@ -252,13 +283,13 @@ impl View {
             shape: shape.into_iter().map(|size| size as u64).collect(),
             strides: strides.into_iter().map(|stride| stride as i64).collect(),
             read_only: view.raw.readonly != 0,
-            device: "cpu".into(),
+            place: Place::Host,
             storage: numpy_storage(object),
             owner: owner.unbind(),
         })
     }
 
-    fn from_interface(object: &Bound<'_, PyAny>, name: &str, device: &str) -> PyResult<View> {
+    fn from_interface(object: &Bound<'_, PyAny>, name: &str, place: Place) -> PyResult<View> {
         let described = object.getattr(name)?;
         let described = described.cast::<PyDict>()?;
         let field = |key: &str| -> PyResult<Bound<'_, PyAny>> {
@@ -299,7 +330,7 @@ impl View {
             shape,
             strides,
             read_only,
-            device: device.into(),
+            place,
             storage: numpy_storage(object),
             owner: object.clone().unbind(),
         })
@@ -321,7 +352,7 @@ impl View {
                 .map(|stride| stride.saturating_mul(item_size as i64))
                 .collect(),
             read_only: false,
-            device,
+            place: Place::named(&device),
             storage: Some((
                 storage.call_method0("data_ptr")?.extract()?,
                 storage.call_method0("nbytes")?.extract()?,
@@ -402,12 +433,12 @@ fn numpy_storage(object: &Bound<'_, PyAny>) -> Option<(u64, u64)> {
 struct Keepalive(#[expect(dead_code, reason = "held for its drop")] Py<PyAny>);
 
 /// A region over memory that an argument names: a buffer or array, or `(address, length[, owner])`.
-pub(crate) fn region(object: &Bound<'_, PyAny>, writable: bool) -> PyResult<Arc<Region>> {
+pub(crate) fn region(endpoint: &kvxfer::Endpoint, object: &Bound<'_, PyAny>, writable: bool) -> PyResult<Arc<Region>> {
     if let Ok(tuple) = object.cast::<PyTuple>() {
-        return named_region(tuple, writable);
+        return named_region(endpoint, tuple, writable);
     }
     let view = View::new(object)?;
-    on_host(&view)?;
+    can_be_used(&view.place)?;
     if !view.is_dense() {
         return Err(invalid(
             format!("memory of shape {:?} with strides {:?}", view.shape, view.strides),
@@ -425,24 +456,32 @@ pub(crate) fn region(object: &Bound<'_, PyAny>, writable: bool) -> PyResult<Arc<
             "give memory that holds the pool",
         )
     })?;
-    make(address, length, view.owner)
+    make(endpoint, object.py(), &view.place, address, length, view.owner)
 }
 
-fn named_region(tuple: &Bound<'_, PyTuple>, writable: bool) -> PyResult<Arc<Region>> {
+fn named_region(endpoint: &kvxfer::Endpoint, tuple: &Bound<'_, PyTuple>, writable: bool) -> PyResult<Arc<Region>> {
     let count = tuple.len();
-    if !(2..=4).contains(&count) {
+    if !(2..=5).contains(&count) {
         return Err(PyTypeError::new_err(format!(
             "memory by address is (address, length), (address, length, owner) or a MemoryRegion, not {count} values"
         )));
     }
-    if count == 4 && tuple.get_item(3)?.is_truthy()? && writable {
+    if count >= 4 && tuple.get_item(3)?.is_truthy()? && writable {
         return Err(read_only(tuple));
     }
+    let place = match count {
+        5 => Place::named(&tuple.get_item(4)?.extract::<String>()?),
+        _ => Place::Host,
+    };
+    can_be_used(&place)?;
     let owner = match count {
         2 => tuple.py().None(),
         _ => tuple.get_item(2)?.unbind(),
     };
     make(
+        endpoint,
+        tuple.py(),
+        &place,
         tuple.get_item(0)?.extract::<U64>()?.0,
         tuple.get_item(1)?.extract::<U64>()?.0,
         owner,
@@ -457,27 +496,53 @@ fn read_only(object: &Bound<'_, PyAny>) -> PyErr {
     )
 }
 
-fn make(address: u64, length: u64, owner: Py<PyAny>) -> PyResult<Arc<Region>> {
+fn make(
+    endpoint: &kvxfer::Endpoint,
+    py: Python<'_>,
+    place: &Place,
+    address: u64,
+    length: u64,
+    owner: Py<PyAny>,
+) -> PyResult<Arc<Region>> {
+    if *place == Place::Cuda {
+        // The driver may hold locks that a thread with the interpreter's lock waits for.
+        let asked = without_lock(py, || {
+            let cuda = endpoint.cuda()?;
+            let kind = cuda.classify(address)?.kind;
+            Ok((cuda, kind))
+        });
+        let (cuda, kind) = asked.map_err(raise)?;
+        // The CPU touches page-locked and managed memory like any other.
+        if !matches!(kind, PointerKind::PinnedHost | PointerKind::Managed) {
+            let owner = Box::new(Keepalive(owner));
+            // SAFETY: as below; the driver is asked what the address is, and refuses what is not a device's.
+            return without_lock(py, || unsafe { cuda.region(address, length, owner) }).map_err(raise);
+        }
+    }
+    host(address, length, owner)
+}
+
+fn host(address: u64, length: u64, owner: Py<PyAny>) -> PyResult<Arc<Region>> {
     let base = address as usize as *mut u8;
     // SAFETY: what the caller of `register` promises: the memory is there, and the owner keeps it there, until the
     // pool has gone. Nothing here makes a Rust reference into it.
     unsafe { Region::from_raw(base, length, Arc::new(HostMemory), Box::new(Keepalive(owner))) }.map_err(raise)
 }
 
-/// `Unsupported` for memory that the host cannot touch.
-pub(crate) fn on_host(view: &View) -> PyResult<()> {
-    if view.device == "cpu" {
-        return Ok(());
+/// `Unsupported` for memory of devices that there is no driver for here.
+fn can_be_used(place: &Place) -> PyResult<()> {
+    match place {
+        Place::Host | Place::Cuda => Ok(()),
+        Place::Other(name) => Err(raise(
+            Error::new(ErrorKind::Unsupported, format!("memory on {name}"))
+                .because("this build moves host memory and CUDA memory")
+                .remedy("keep the pool in one of them"),
+        )),
     }
-    Err(raise(
-        Error::new(ErrorKind::Unsupported, format!("memory on {}", view.device))
-            .because("this build moves host memory only")
-            .remedy("keep the pool in host memory"),
-    ))
 }
 
 /// What `layout_of` needs to know of a tensor: address, item size, shape, strides in bytes, whether it is read-only,
-/// the allocation it lies in, the span of its elements, and what keeps it.
+/// the allocation it lies in, the span of its elements, what keeps it, and whether it is `cpu` or `cuda` memory.
 #[pyfunction]
 #[expect(clippy::type_complexity, reason = "a tuple for Python, unpacked where it is used")]
 pub(crate) fn _view(
@@ -491,9 +556,10 @@ pub(crate) fn _view(
     Option<(u64, u64)>,
     Option<(u64, u64)>,
     Py<PyAny>,
+    String,
 )> {
     let view = View::new(object)?;
-    on_host(&view)?;
+    can_be_used(&view.place)?;
     let span = view.span();
     Ok((
         view.address,
@@ -504,5 +570,6 @@ pub(crate) fn _view(
         view.storage,
         span,
         view.owner,
+        view.place.name().to_owned(),
     ))
 }

@@ -25,6 +25,7 @@ use serde::{Deserialize, Serialize};
 
 use kvxfer_core::Result;
 use kvxfer_core::machine::MachineConfig;
+use kvxfer_cuda::CudaConfig;
 
 use layers::Sources;
 pub use rdma::Rdma;
@@ -49,6 +50,8 @@ pub struct Config {
     pub tcp: Tcp,
     /// The RDMA transport.
     pub rdma: Rdma,
+    /// GPU memory.
+    pub cuda: CudaConfig,
     /// What may be open at once.
     pub limits: Limits,
     /// How long things may take.
@@ -150,6 +153,7 @@ impl Default for Config {
             devices: Vec::new(),
             tcp: Tcp::default(),
             rdma: Rdma::default(),
+            cuda: CudaConfig::default(),
             limits: Limits::default(),
             deadlines: Deadlines::default(),
             security: Security::default(),

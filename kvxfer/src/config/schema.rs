@@ -272,6 +272,16 @@ pub(crate) const KEYS: &[Key] = &[
         10_000,
         "Microseconds a device's thread looks for more work before it sleeps.",
     ),
+    Key {
+        path: "cuda.library",
+        kind: Kind::Text { bytes_max: 4096 },
+        meaning: "The CUDA driver: a path, or a name that the dynamic loader finds. Empty: `libcuda.so.1`. Loaded when GPU memory, an event or a stream is first named.",
+    },
+    Key {
+        path: "cuda.gather",
+        kind: Kind::Choice(&["auto", "kernel", "batch", "loop"]),
+        meaning: "How many small pieces of device memory are copied: by a kernel, by batched copies, by one copy each. `auto`: by their number and size.",
+    },
     integer("limits.peers_max", 1, 65_536, "Peers with a session."),
     integer(
         "limits.handles_max",

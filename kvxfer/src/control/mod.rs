@@ -57,6 +57,8 @@ pub(crate) struct Shared {
     pub(crate) address: EndpointAddress,
     pub(crate) config: Config,
     pub(crate) transports: Transports,
+    /// Loaded when it is first needed.
+    pub(crate) cuda: Mutex<Option<kvxfer_cuda::Cuda>>,
     pub(crate) events: Arc<EventQueue>,
     pub(crate) metrics: Arc<Metrics>,
     pub(crate) reports: Arc<Reports>,
@@ -154,6 +156,7 @@ impl Shared {
             address: parts.address,
             config: parts.config,
             transports: parts.transports,
+            cuda: Mutex::new(None),
             events: EventQueue::new()?,
             metrics: Arc::new(Metrics::new()),
             reports: Reports::new(timer.clone()),
@@ -310,6 +313,12 @@ impl Shared {
             for _ in 0..REPORTS_PER_TURN {
                 let Some(report) = self.reports.pop() else { break };
                 state.reported(now, report);
+            }
+            for _ in 0..REPORTS_PER_TURN {
+                let Some((event, result)) = self.reports.pop_happened() else {
+                    break;
+                };
+                state.machine.event_happened(now, event, &result);
             }
             if state.machine.next_timer().is_some_and(|at| at <= now) {
                 state.machine.timer(now);

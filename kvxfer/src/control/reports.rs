@@ -8,15 +8,16 @@
 
 use std::cell::Cell;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use crossbeam::queue::SegQueue;
 use tokio::sync::Notify;
 
-use kvxfer_core::Incarnation;
 use kvxfer_core::flow::SendEvent;
+use kvxfer_core::machine::EventId;
 use kvxfer_core::transport::{LinkEvent, LinkWatcher};
+use kvxfer_core::{Incarnation, Result};
 
 use crate::clock;
 
@@ -45,6 +46,9 @@ pub(crate) struct Report {
 /// The queue of reports. Bounded by what links may have outstanding: each event answers or ends something.
 pub(crate) struct Reports {
     queue: SegQueue<Report>,
+    /// Of what the application's parts wait for: how it went.
+    happened: SegQueue<(EventId, Result<()>)>,
+    next_event: AtomicU64,
     /// Set from the first report until the control thread looks: one wake-up serves all in between.
     waiting: AtomicBool,
     wake: Notify,
@@ -61,6 +65,8 @@ impl Reports {
     pub(crate) fn new(timer: Timer) -> Arc<Reports> {
         Arc::new(Reports {
             queue: SegQueue::new(),
+            happened: SegQueue::new(),
+            next_event: AtomicU64::new(1),
             waiting: AtomicBool::new(false),
             wake: Notify::new(),
             lazy: AtomicUsize::new(0),
@@ -74,6 +80,21 @@ impl Reports {
     fn push(&self, report: Report) {
         self.queue.push(report);
         self.ring();
+    }
+
+    /// A number for something that parts may wait for.
+    pub(crate) fn next_event(&self) -> EventId {
+        EventId(self.next_event.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// Something that parts may wait for has happened, or failed. From any thread.
+    pub(crate) fn happened(&self, event: EventId, result: Result<()>) {
+        self.happened.push((event, result));
+        self.ring();
+    }
+
+    pub(crate) fn pop_happened(&self) -> Option<(EventId, Result<()>)> {
+        self.happened.pop()
     }
 
     /// Leaves a report that can wait for a moment.
@@ -112,7 +133,7 @@ impl Reports {
     }
 
     pub(crate) fn is_empty(&self) -> bool {
-        self.queue.is_empty()
+        self.queue.is_empty() && self.happened.is_empty()
     }
 
     /// Whether a report waits that the timer was set for.

@@ -67,6 +67,13 @@ impl Endpoint {
         for (name, why) in &shared.transports.refused {
             let _ = writeln!(text, "  not {name}: {why}");
         }
+        if let Some(cuda) = shared.loaded_cuda() {
+            let facts = cuda.facts().to_string();
+            let notes = cuda.notes();
+            for line in facts.lines().chain(notes.iter().map(String::as_str)) {
+                let _ = writeln!(text, "cuda {}", line.trim_start());
+            }
+        }
         let security = &shared.config.security;
         let _ = writeln!(
             text,

@@ -1,6 +1,7 @@
 //! The endpoint: one process's half of the library.
 
 mod builder;
+mod cuda;
 mod explain;
 
 use std::sync::Arc;
@@ -16,6 +17,7 @@ use kvxfer_core::plan::Target;
 use kvxfer_core::wire::{Access, EndpointAddress, Grant};
 use kvxfer_core::{Error, ErrorKind, Incarnation, PoolId, Result, Time};
 
+use crate::after::{self, After};
 use crate::completion::{Completer, Completion, Waiting};
 use crate::config::Config;
 use crate::control::{PeerState, Phase, Shared, State, closed};
@@ -141,6 +143,26 @@ impl Endpoint {
     where
         L: std::ops::RangeBounds<u16> + Clone,
     {
+        self.ready_all(parts, None)
+    }
+
+    /// [`ready_many`](Self::ready_many) for bytes that are there once something has happened: the end of the step's
+    /// kernels, say.
+    ///
+    /// # Errors
+    /// As [`ready_many`](Self::ready_many).
+    pub fn ready_many_after<L>(&self, parts: &[(&Offer, std::ops::Range<u32>, L)], after: &After) -> Result<()>
+    where
+        L: std::ops::RangeBounds<u16> + Clone,
+    {
+        after.check(&self.shared.reports)?;
+        self.ready_all(parts, Some(after))
+    }
+
+    fn ready_all<L>(&self, parts: &[(&Offer, std::ops::Range<u32>, L)], after: Option<&After>) -> Result<()>
+    where
+        L: std::ops::RangeBounds<u16> + Clone,
+    {
         // Handles are numbered per endpoint: another's number would mean another offer here.
         if let Some(index) = parts.iter().position(|(offer, ..)| !offer.is_of(&self.shared)) {
             return Err(Error::new(ErrorKind::InvalidArgument, "an offer of another endpoint")
@@ -151,7 +173,7 @@ impl Endpoint {
         self.shared.call(|state, now| {
             parts.iter().try_for_each(|(offer, tokens, layers)| {
                 let layers = offer.layer_range(layers.clone());
-                state.machine.ready(now, offer.id(), (tokens.start, tokens.end), layers)
+                after::ready(state, now, offer.id(), (tokens.start, tokens.end), layers, after)
             })
         })
     }
@@ -197,8 +219,12 @@ impl Endpoint {
         let id = self.own(pool)?;
         let source: Target = source.into();
         let heavy = is_heavy(&source);
+        let held = options.after.as_ref();
+        held.map_or(Ok(()), |held| held.check(&self.shared.reports))?;
         let core = self.open_with(heavy, HandleKind::Push, options.events, Sink::Delivery, |state, now| {
-            state.machine.push(now, id, source, grant, options.machine())
+            after::call(held, state, now, |state, event| {
+                state.machine.push(now, id, source, grant, options.machine(event))
+            })
         })?;
         tracing::debug!(handle = core.id().0, grant = %grant.name, "push opened");
         Ok(Transfer::new(core, grant.name.incarnation))
@@ -254,6 +280,9 @@ impl Endpoint {
         metrics::write_gauges(&mut text, &[("events_waiting", self.shared.events.depth() as u64)]);
         self.shared.metrics.write(&mut text);
         metrics::write_counters(&mut text, self.shared.transports.counters());
+        if let Some(cuda) = self.shared.loaded_cuda() {
+            metrics::write_counters(&mut text, cuda.counters());
+        }
         text
     }
 
@@ -413,6 +442,7 @@ impl Endpoint {
                 sink: sink(completer),
                 events: source,
                 _waiting: waiting,
+                streams: Vec::new(),
                 opened: now,
             };
             state.handles.insert(id, entry);

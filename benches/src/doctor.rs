@@ -65,7 +65,8 @@ pub(crate) fn run(json: bool) -> Result<bool> {
         transparent_huge_pages(),
     ];
     checks.extend(rdma());
-    checks.extend([gpu(), process_namespace()]);
+    checks.extend(gpu());
+    checks.push(process_namespace());
     for check in &checks {
         if json {
             terminal::json_line(check)?;
@@ -362,23 +363,47 @@ fn registrable() -> Check {
     }
 }
 
-fn gpu() -> Check {
-    let driver = loads("libcuda.so.1");
-    let version = std::fs::read_to_string("/proc/driver/nvidia/version")
+/// What the CUDA driver and its devices say, under the settings of the environment. Nothing is made on a device.
+fn gpu() -> Vec<Check> {
+    let config = Config::from_env().unwrap_or_default();
+    let found = kvxfer_cuda::probe(&config.cuda);
+    let module = std::fs::read_to_string("/proc/driver/nvidia/version")
         .ok()
         .and_then(|text| text.lines().next().map(str::to_owned));
-    let found = match (driver, version) {
-        (true, Some(version)) => format!("libcuda.so.1 loads; {version}"),
-        (true, None) => "libcuda.so.1 loads; no kernel module".to_owned(),
-        (false, Some(version)) => format!("libcuda.so.1 does not load; {version}"),
-        (false, None) => "no driver".to_owned(),
+    if found.refusal().is_none() {
+        let text = found.to_string();
+        let lines = text.lines().map(|line| {
+            // A device whose memory network devices cannot reach is staged: it works, and could be better.
+            let status = match line.contains("no dmabufs") {
+                true => Status::Warn,
+                false => Status::Ok,
+            };
+            report(
+                "gpu",
+                status,
+                line,
+                "over rdma its blocks are copied through host memory; see the cause",
+            )
+        });
+        return lines.collect();
+    }
+    // Its line ends with what to do, if there is anything.
+    let text = found.to_string();
+    let text = text.trim_end().trim_start_matches("driver: ");
+    let (found, remedy) = text.split_once("; ").unwrap_or((text, ""));
+    let mut line = found.to_owned();
+    // A machine without GPUs is as it should be; one with a kernel module has something to repair.
+    let status = match module {
+        Some(_) => Status::Warn,
+        None => Status::Info,
     };
-    report(
-        "gpu",
-        Status::Info,
-        found,
-        "device memory is not in this build: pools are in host memory",
-    )
+    if let Some(module) = module {
+        line = format!("{line} ({module})");
+    }
+    vec![
+        report("gpu", status, line, remedy),
+        report("gpu", Status::Info, "not usable: pools are in host memory", ""),
+    ]
 }
 
 fn process_namespace() -> Check {
@@ -402,22 +427,6 @@ fn process_namespace() -> Check {
             "mount /proc",
         ),
     }
-}
-
-/// Whether the dynamic loader finds a library. It is closed again at once: nothing is called in it.
-fn loads(name: &str) -> bool {
-    let Ok(name) = std::ffi::CString::new(name) else {
-        return false;
-    };
-    // SAFETY: the name is a C string; loading a system library by its well-known name runs its initialisers, which
-    // libcuda keeps free of side effects until they are called.
-    let handle = unsafe { libc::dlopen(name.as_ptr(), libc::RTLD_LAZY | libc::RTLD_LOCAL) };
-    if handle.is_null() {
-        return false;
-    }
-    // SAFETY: `handle` came from `dlopen` above and is closed once.
-    unsafe { libc::dlclose(handle) };
-    true
 }
 
 /// A field of this process's status.

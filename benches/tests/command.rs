@@ -371,3 +371,44 @@ fn a_child_that_dies_is_reported() {
     assert_eq!(output.status.code(), Some(1));
     assert!(text(&output.stderr).contains("rubbish"), "{}", text(&output.stderr));
 }
+
+/// What doctor says with this CUDA driver.
+fn doctor_with(library: &std::path::Path) -> String {
+    let output = Command::new(env!("CARGO_BIN_EXE_kvxfer-bench"))
+        .arg("doctor")
+        .env("KVXFER_CUDA_LIBRARY", library)
+        .output()
+        .unwrap();
+    assert!(output.status.success());
+    text(&output.stdout)
+}
+
+#[test]
+fn doctor_says_what_gpus_can_and_why_there_are_none() {
+    let said = doctor_with("/nonexistent/libcuda.so.1".as_ref());
+    for words in [
+        "/nonexistent/libcuda.so.1",
+        "-> install",
+        "not usable: pools are in host memory",
+    ] {
+        assert!(said.contains(words), "{words:?} in {said}");
+    }
+    let fake = kvxfer_fake_cuda::FakeCuda::with(&[("gpu1", "dmabuf", "off")]).unwrap();
+    let said = doctor_with(&fake.library_path());
+    for words in [
+        "for CUDA 12.8",
+        "device 0: Fake GPU 0, PCI 0000:17:00.0",
+        "device 1: Fake GPU 1",
+        "no dmabufs",
+        "over rdma its blocks are copied through host memory",
+    ] {
+        assert!(said.contains(words), "{words:?} in {said}");
+    }
+    assert_eq!(fake.count("contexts_created"), 0);
+    fake.set("*", "driver_version", "9000").unwrap();
+    let said = doctor_with(&fake.library_path());
+    assert!(said.contains("9.0") && said.contains("not usable"), "{said}");
+    fake.set("*", "driver_version", "12080").unwrap();
+    fake.set("*", "devices", "0").unwrap();
+    assert!(doctor_with(&fake.library_path()).contains("no device"));
+}

@@ -1,4 +1,5 @@
 //! GPU memory, events and streams through the C interface, with a CUDA driver of the test kit's.
+#![allow(clippy::unwrap_used)] // The helpers of tests are tests.
 
 #[macro_use]
 mod support;

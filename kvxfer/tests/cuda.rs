@@ -207,7 +207,10 @@ fn a_pool_mixes_host_and_device_memory() {
     let page = include_str!("../../docs/metrics.md");
     for line in metrics.lines().filter_map(|line| line.strip_prefix("# TYPE ")) {
         let name = line.split(' ').next().unwrap();
-        assert!(page.contains(&format!("`{name}`")), "docs/metrics.md does not define {name}");
+        assert!(
+            page.contains(&format!("`{name}`")),
+            "docs/metrics.md does not define {name}"
+        );
     }
     fake.assert_clean();
 }

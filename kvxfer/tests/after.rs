@@ -11,6 +11,8 @@ use kvxfer::{ClaimOptions, Error, ErrorKind, GrantOptions, Happening, OfferOptio
 
 /// The transport of this binary's endpoints.
 const OVER: &str = "tcp";
+/// Where their pools are.
+const IN: &str = "host";
 
 type Then = Box<dyn FnOnce(Result<()>) + Send>;
 

@@ -5,6 +5,8 @@ mod common;
 
 /// What their bytes go over.
 const OVER: &str = "tcp";
+/// Where their pools are.
+const IN: &str = "host";
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;

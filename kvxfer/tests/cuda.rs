@@ -15,6 +15,8 @@ use kvxfer_fake_cuda::{Engine, FakeCuda};
 
 /// The transport of this binary's endpoints.
 const OVER: &str = "tcp";
+/// Where their pools are.
+const IN: &str = "host";
 
 const BLOCK: u32 = 64 << 10;
 const BLOCKS_HERE: u32 = 16;
@@ -182,7 +184,11 @@ fn a_pool_mixes_host_and_device_memory() {
         let regions = regions.collect();
         // SAFETY: as above.
         let pool = unsafe { endpoint.register(layout.clone(), regions, Role::Both) }.unwrap();
-        Side { pool, endpoint }
+        Side {
+            pool,
+            endpoint,
+            used: gpus::Used::by(""),
+        }
     };
     let (prefill, decode) = (mixed("prefill", true), mixed("decode", false));
     let selection = tokens(40, [3, 1, 4]);

@@ -5,6 +5,8 @@ mod common;
 
 /// What their bytes go over.
 const OVER: &str = "tcp";
+/// Where their pools are.
+const IN: &str = "host";
 
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};

@@ -5,6 +5,8 @@ mod common;
 
 /// What their bytes go over.
 const OVER: &str = "tcp";
+/// Where their pools are.
+const IN: &str = "host";
 
 use std::time::Duration;
 

@@ -12,6 +12,8 @@ use kvxfer::{ClaimOptions, ErrorKind, OfferOptions, PoolLayout, Region, Role, Se
 
 /// The transport of this binary's endpoints.
 const OVER: &str = "tcp";
+/// Where their pools are.
+const IN: &str = "host";
 
 /// The caller has broken the contract of `register`. Nothing can be promised; but it is said, and it ends.
 #[test]

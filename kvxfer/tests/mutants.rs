@@ -15,6 +15,8 @@ use kvxfer_core::mutants::Mutant;
 
 /// What their bytes go over.
 const OVER: &str = "rdma";
+/// Where their pools are.
+const IN: &str = "host";
 
 /// Which test must fail under which mutant.
 const CAUGHT: &[(Mutant, &str)] = &[

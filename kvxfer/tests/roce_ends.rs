@@ -6,6 +6,8 @@ mod common;
 
 /// What their bytes go over.
 const OVER: &str = "rdma";
+/// Where their pools are.
+const IN: &str = "host";
 
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;

@@ -5,6 +5,8 @@ mod common;
 
 /// What their bytes go over.
 const OVER: &str = "rdma";
+/// Where their pools are.
+const IN: &str = "host";
 
 use std::time::Duration;
 
@@ -42,6 +44,7 @@ fn a_pool_registered_after_the_session_began_is_reached() {
     let source = Side {
         pool: sender.endpoint.allocate(layout(), Role::Serve).unwrap(),
         endpoint: sender.endpoint,
+        used: sender.used,
     };
     push(&source, &late, "third").unwrap();
     assert_eq!(metric_sum(&source.endpoint, "kvxfer_links", "rdma"), 1.0);

@@ -7,3 +7,5 @@ mod common;
 
 /// What their bytes go over.
 const OVER: &str = "rdma";
+/// Where their pools are.
+const IN: &str = "host";

@@ -12,6 +12,8 @@ use kvxfer_testkit::staged::StagedMemory;
 
 /// What their bytes go over.
 const OVER: &str = "rdma";
+/// Where their pools are.
+const IN: &str = "host";
 
 /// An endpoint whose pool is in this domain.
 fn side(name: &str, domain: &Arc<StagedMemory>) -> Side {
@@ -21,7 +23,8 @@ fn side(name: &str, domain: &Arc<StagedMemory>) -> Side {
     let regions = regions.map(|length| domain.allocate(*length).unwrap()).collect();
     // SAFETY: the regions' own memory, which they keep.
     let pool = unsafe { endpoint.register(layout, regions, Role::Both) }.unwrap();
-    Side { pool, endpoint }
+    let used = gpus::Used::by(name);
+    Side { pool, endpoint, used }
 }
 
 #[test]

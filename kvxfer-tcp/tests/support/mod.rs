@@ -2,14 +2,13 @@
 // Each test binary uses a part of it.
 #![allow(dead_code, unreachable_pub, unused_imports, clippy::unwrap_used)]
 
-mod gpus;
 mod proxy;
 
 use std::io::Read;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, TcpListener, TcpStream};
 use std::ops::Deref;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -19,11 +18,11 @@ use kvxfer_core::memory::Region;
 use kvxfer_core::transport::Transport;
 use kvxfer_core::wire::lane::{HELLO_BYTES, LaneHello};
 use kvxfer_tcp::{TcpConfig, TcpTransport};
+use kvxfer_testkit::gpus::Gpus;
 use kvxfer_testkit::staged::StagedMemory;
 use kvxfer_testkit::transport::{self, Ends};
 use parking_lot::Mutex;
 
-pub use gpus::Gpus;
 pub use kvxfer_testkit::transport::*;
 pub use proxy::Proxy;
 
@@ -180,7 +179,7 @@ pub enum Kind {
     /// Fake GPUs: each region on another device than the one before.
     Cuda(Gpus),
     /// The same, and every other region is the host's.
-    Mixed(Gpus),
+    Mixed(Gpus, AtomicUsize),
 }
 
 impl Kind {
@@ -197,7 +196,7 @@ impl Kind {
     }
 
     pub fn mixed() -> Kind {
-        Kind::Mixed(Gpus::new(&[]))
+        Kind::Mixed(Gpus::new(&[]), AtomicUsize::new(0))
     }
 }
 
@@ -211,8 +210,10 @@ impl World {
             Kind::Host => Region::allocate(bytes).unwrap(),
             Kind::Staged(domain) => domain.allocate(bytes).unwrap(),
             Kind::Cuda(gpus) => gpus.region(bytes),
-            Kind::Mixed(gpus) if gpus.regions() > gpus.host_regions() => gpus.host_region(bytes),
-            Kind::Mixed(gpus) => gpus.region(bytes),
+            Kind::Mixed(gpus, count) => match count.fetch_add(1, Ordering::SeqCst) % 2 {
+                0 => gpus.region(bytes),
+                _ => Region::allocate(bytes).unwrap(),
+            },
         }
     }
 
@@ -244,7 +245,10 @@ impl Drop for World {
                 assert_eq!(domain.violations(), Vec::<String>::new());
                 assert!(domain.copies_done() > 0, "the staged path was not taken");
             }
-            Kind::Cuda(gpus) | Kind::Mixed(gpus) => gpus.end_well(),
+            Kind::Cuda(gpus) | Kind::Mixed(gpus, _) => {
+                gpus.end_well();
+                assert!(gpus.fake.count("copies") > 0, "no copy was made");
+            }
         }
     }
 }

@@ -162,7 +162,7 @@ struct Peer {
 
 impl Peer {
     fn start(variables: &[(&str, &str)]) -> Peer {
-        let site = site::site().variables();
+        let site = [site::site().variables(), gpus::variables()].concat();
         let site = site.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         let variables: Vec<_> = variables.iter().copied().chain(site).collect();
         let mut process = ChildProcess::test("cases::child_main", "peer", &variables).unwrap();

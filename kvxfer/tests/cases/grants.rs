@@ -307,7 +307,9 @@ fn slots_are_limited_and_come_back() {
 #[test]
 fn the_same_grants_go_round_many_times() {
     let (a, b) = pair();
-    for round in 0..300u32 {
+    // Painting and verifying device memory takes its time.
+    let rounds: u32 = if crate::IN == "host" { 300 } else { 40 };
+    for round in 0..rounds {
         let key = format!("round-{round}");
         let (from, to) = if round % 2 == 0 { (&a, &b) } else { (&b, &a) };
         let block = round % BLOCKS;

@@ -1,6 +1,7 @@
 //! What the integration tests share: small pools, pairs of endpoints, verified bytes.
 #![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
+pub mod gpus;
 pub mod site;
 
 use std::future::{Future, IntoFuture};
@@ -52,6 +53,13 @@ pub fn endpoint(name: &str) -> Endpoint {
     endpoint_with(name, config())
 }
 
+/// Whether an endpoint of that name is one of those who take.
+fn takes(name: &str) -> bool {
+    ["decode", "receiver", "reader", "b"]
+        .iter()
+        .any(|side| name.starts_with(side))
+}
+
 /// Those who give are on one side, those who take on the other, unless the settings say where.
 pub fn endpoint_with(name: &str, mut config: Config) -> Endpoint {
     // Logs to the test's output as RUST_LOG says.
@@ -61,10 +69,7 @@ pub fn endpoint_with(name: &str, mut config: Config) -> Endpoint {
         .with_test_writer()
         .try_init();
     if crate::OVER == "rdma" && config.devices.is_empty() {
-        let takes = ["decode", "receiver", "reader", "b"]
-            .iter()
-            .any(|side| name.starts_with(side));
-        config.devices = vec![site::site().device(usize::from(takes))];
+        config.devices = vec![site::site().device(usize::from(takes(name)))];
     }
     Endpoint::builder().config(config).name(name).build().unwrap()
 }
@@ -90,6 +95,8 @@ pub fn layout() -> PoolLayout {
 pub struct Side {
     pub pool: Pool,
     pub endpoint: Endpoint,
+    // After both.
+    pub used: gpus::Used,
 }
 
 impl Side {
@@ -99,8 +106,9 @@ impl Side {
 
     pub fn with(name: &str, config: Config, layout: PoolLayout, role: Role) -> Side {
         let endpoint = endpoint_with(name, config);
-        let pool = endpoint.allocate(layout, role).unwrap();
-        Side { pool, endpoint }
+        let used = gpus::Used::by(name);
+        let pool = used.pool(&endpoint, layout, role);
+        Side { pool, endpoint, used }
     }
 }
 

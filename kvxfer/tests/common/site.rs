@@ -73,7 +73,8 @@ impl Site {
                 devices,
             };
         }
-        let four = [("*", "devices", "4")];
+        let dmabuf = if crate::IN == "direct" { "on" } else { "off" };
+        let four = [("*", "devices", "4"), ("*", "dmabuf", dmabuf)];
         let fabric = FakeFabric::with(&[&four, settings].concat()).unwrap();
         Site {
             library: Some(fabric.library_path()),

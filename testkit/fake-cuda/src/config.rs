@@ -35,6 +35,7 @@ pub(crate) const KEYS: &[&str] = &[
     "op_error",
     "fail",
     "vanish",
+    "defect",
 ];
 
 /// One line of `cuda.conf`: device (`gpu0`, … or `*`), key, value.
@@ -90,6 +91,42 @@ pub(crate) enum Stall {
     Copies,
 }
 
+/// A mistake that the code under test seems to have made: as if it had not made a call, or another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Defect {
+    None,
+    /// It does not let its streams wait for events.
+    NoEventWait,
+    /// It does not flush what network devices have written.
+    NoFlush,
+    /// It takes page-locked memory for a device's.
+    HostTakenForDevice,
+    /// It makes the context of the next device current.
+    WrongContext,
+    /// It takes copies for done when they are asked for.
+    NoCompletion,
+    /// It takes memory for what it was by its address alone.
+    NoBufferId,
+}
+
+impl Defect {
+    /// By its name.
+    pub(crate) fn named(name: &str) -> Option<Defect> {
+        choose(
+            name,
+            &[
+                ("off", Defect::None),
+                ("no_event_wait", Defect::NoEventWait),
+                ("no_flush", Defect::NoFlush),
+                ("host_taken_for_device", Defect::HostTakenForDevice),
+                ("wrong_context", Defect::WrongContext),
+                ("no_completion", Defect::NoCompletion),
+                ("no_buffer_id", Defect::NoBufferId),
+            ],
+        )
+    }
+}
+
 /// A driver whose calls fail.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Failure {
@@ -133,6 +170,7 @@ pub(crate) struct Settings {
     pub(crate) op_error: String,
     pub(crate) fail: String,
     pub(crate) vanish: Option<CUresult>,
+    pub(crate) defect: Defect,
 }
 
 impl Settings {
@@ -183,6 +221,7 @@ impl Settings {
             op_error: String::new(),
             fail: String::new(),
             vanish: None,
+            defect: Defect::None,
         }
     }
 
@@ -252,6 +291,7 @@ impl Settings {
                     code => Some(names::code(code)?),
                 };
             }
+            "defect" => self.defect = Defect::named(plain)?,
             _ => return None,
         }
         Some(())

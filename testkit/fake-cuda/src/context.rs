@@ -1,9 +1,10 @@
 //! Contexts, and which one is current on each thread.
 
-use std::cell::RefCell;
+use std::cell::Cell;
 use std::collections::HashSet;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::time::Duration;
 
 use cudarc::driver::sys::CUresult;
 use parking_lot::Mutex;
@@ -11,8 +12,21 @@ use parking_lot::Mutex;
 use crate::driver::{Answer, Driver, is_engine};
 use crate::names;
 
+/// How long destroying a context waits for its work.
+const DESTROY_LIMIT: Duration = Duration::from_secs(2);
+
+/// How many contexts can be current above each other on a thread.
+const DEPTH: usize = 16;
+
 thread_local! {
-    static CURRENT: RefCell<Vec<usize>> = const { RefCell::new(Vec::new()) };
+    /// Nothing that has to be dropped: a thread may still make calls while it ends.
+    static CURRENT: Cell<Stack> = const { Cell::new(Stack { contexts: [0; DEPTH], depth: 0 }) };
+}
+
+#[derive(Clone, Copy)]
+struct Stack {
+    contexts: [usize; DEPTH],
+    depth: usize,
 }
 
 /// A context of a device.
@@ -86,17 +100,25 @@ impl Context {
 
 /// The handle of this thread's current context; 0 for none.
 pub(crate) fn current_handle() -> usize {
-    CURRENT.with_borrow(|stack| stack.last().copied().unwrap_or(0))
+    let stack = CURRENT.get();
+    stack.depth.checked_sub(1).map_or(0, |top| stack.contexts[top])
 }
 
 /// Makes a context current above the others.
 pub(crate) fn push(handle: usize) {
-    CURRENT.with_borrow_mut(|stack| stack.push(handle));
+    let mut stack = CURRENT.get();
+    assert!(stack.depth < DEPTH, "fake-cuda: too many contexts are pushed");
+    stack.contexts[stack.depth] = handle;
+    stack.depth += 1;
+    CURRENT.set(stack);
 }
 
 /// Takes the current one off.
 pub(crate) fn pop() -> Option<usize> {
-    CURRENT.with_borrow_mut(Vec::pop)
+    let mut stack = CURRENT.get();
+    stack.depth = stack.depth.checked_sub(1)?;
+    CURRENT.set(stack);
+    Some(stack.contexts[stack.depth])
 }
 
 /// Puts a context in the current one's place; 0 takes it off.
@@ -163,6 +185,13 @@ impl Driver {
         Ok(context)
     }
 
+    /// The handle of a primary context of another device, if there is one.
+    pub(crate) fn other_context(&self, device: u32) -> Option<usize> {
+        let world = self.world.lock();
+        let mut others = world.primaries.iter().filter(|(other, _)| **other != device);
+        others.next().map(|(_, (context, _))| context.handle)
+    }
+
     /// One user less; the last destroys it.
     pub(crate) fn release_primary(&self, device: u32) -> Answer {
         self.settings(device)?;
@@ -189,7 +218,8 @@ impl Driver {
             world.take_out(context.handle)
         };
         for stream in streams {
-            stream.finish();
+            // Not for ever: a test that fails while it has stalled the work shall end.
+            stream.finish_within(DESTROY_LIMIT);
             stream.close();
         }
         context.destroy();

@@ -11,12 +11,14 @@ use cudarc::driver::sys::CUresult;
 use parking_lot::{Mutex, RwLock};
 
 use crate::checker::Checker;
-use crate::config::{self, Failure, Line, Settings};
+use crate::config::{self, Defect, Failure, Line, Settings};
 use crate::shared::Generation;
 use crate::world::World;
 
 /// The variable that names the directory, for a library that does not lie in one.
 pub(crate) const DIRECTORY_VARIABLE: &str = "KVXFER_FAKE_CUDA";
+/// The variable that names a defect of the code under test, for tests that know nothing of it.
+pub(crate) const DEFECT_VARIABLE: &str = "KVXFER_FAKE_CUDA_DEFECT";
 /// The configuration file in the directory.
 pub(crate) const CONFIG_FILE: &str = "cuda.conf";
 
@@ -48,6 +50,7 @@ thread_local! {
 /// The driver of this process.
 pub(crate) struct Driver {
     directory: Option<PathBuf>,
+    defect: Defect,
     generation: Option<Generation>,
     seen: AtomicU64,
     config: RwLock<Config>,
@@ -111,6 +114,10 @@ impl Driver {
         let driver = Driver {
             checker: Checker::new(directory.as_deref()),
             directory,
+            defect: std::env::var(DEFECT_VARIABLE)
+                .ok()
+                .and_then(|name| Defect::named(&name))
+                .unwrap_or(Defect::None),
             generation,
             seen: AtomicU64::new(u64::MAX),
             config: RwLock::new(Config {
@@ -265,6 +272,12 @@ impl Driver {
     /// What all calls fail with, since the driver is gone.
     pub(crate) fn vanished(&self) -> Option<CUresult> {
         self.config.read().devices.first().and_then(|settings| settings.vanish)
+    }
+
+    /// Whether this call of the code under test is to be as if it had that defect.
+    pub(crate) fn has(&self, defect: Defect) -> bool {
+        let own = self.config.read().devices.first().map(|settings| settings.defect);
+        !is_engine() && (self.defect == defect || own == Some(defect))
     }
 
     /// cuInit.

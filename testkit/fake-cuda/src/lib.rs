@@ -41,13 +41,14 @@
 //! | `writes_ordering` | `none`, `owner`, `all` | `all` | `none`: what a network device writes through a dmabuf is seen by the device only after a flush |
 //! | `alloc_offset` | bytes | 0 | where in its 2 MiB block an allocation of cuMemAlloc begins: 512 as small ones do |
 //! | `reuse_addresses` | `on`, `off` | `on` | freed addresses are given out again |
-//! | `op_delay_us`, `engine_delay_us`, `op_jitter_us` | number | 0 | before each piece of work, on streams of the code under test, of the engine; at random, at most, on all |
+//! | `op_delay_us`, `engine_delay_us`, `op_jitter_us` | number | 0 | before each piece of work, on streams of the code under test, of the engine; on all, before one in eight, at random, at most |
 //! | `stall` | `off`, `on`, `engine`, `own`, `copies` | `off` | no work is begun: at all; on the engine's streams; on those of the code under test; no copies and kernels |
 //! | `shuffle` | `on`, `off` | `on` | the pieces of a batch, or of a kernel, are copied in some order |
 //! | `tear_us` | number | 0 | copies write their second half first, and the rest that much later |
 //! | `poison` | `on`, `off` | `on` | page-locked memory that is to be written by a copy is overwritten when the copy is asked for |
 //! | `op_error` | `code[:count[:skip]]`, `off` | `off` | work (of the code under test) fails on the device, `count` times after `skip` that do not, and breaks its context |
 //! | `fail` | `call:code[:count[:skip]]` with commas | none | of `*`: calls that fail, `count` times, after `skip` calls that do not; `*` is any call. Not the engine's |
+//! | `defect` | `off`, `no_event_wait`, `no_flush`, `host_taken_for_device`, `wrong_context`, `no_completion`, `no_buffer_id` | `off` | of `*`, or in `KVXFER_FAKE_CUDA_DEFECT`: calls of the code under test are as if it had made this mistake, which its tests must catch |
 //! | `vanish` | `off`, `on`, code | `off` | of `*`: every call fails, and no work is done any more |
 //!
 //! A code is a number, or a name like `OUT_OF_MEMORY`. Calls are named as in the symbol table, like `cuMemAlloc_v2`.

@@ -3,7 +3,7 @@
 use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::CUresult;
 use parking_lot::{Condvar, Mutex};
@@ -176,6 +176,14 @@ impl Stream {
             if driver().vanished().is_some() {
                 return;
             }
+            driver().refresh();
+        }
+    }
+
+    /// The same, at most that long.
+    pub(crate) fn finish_within(&self, limit: Duration) {
+        let (target, end) = (self.progress().0, Instant::now() + limit);
+        while !self.wait_done(target) && Instant::now() < end {
             driver().refresh();
         }
     }

@@ -17,6 +17,9 @@ use crate::stream::{LOOK, Op, Piece, Stream};
 /// How many pieces are looked up at a time.
 const CHUNK: usize = 512;
 
+/// One piece of work in so many waits at random.
+const JITTERY: u64 = 8;
+
 /// A number without rule.
 fn random() -> u64 {
     RandomState::new().build_hasher().finish()
@@ -32,10 +35,11 @@ pub(crate) fn pace(driver: &Driver, stream: &Stream, op: &Op) {
         settings.op_delay
     };
     let jitter = settings.op_jitter.as_micros() as u64;
-    let jitter = if jitter == 0 {
+    let dice = random();
+    let jitter = if jitter == 0 || !dice.is_multiple_of(JITTERY) {
         Duration::ZERO
     } else {
-        Duration::from_micros(random() % (jitter + 1))
+        Duration::from_micros(dice / JITTERY % (jitter + 1))
     };
     let until = Instant::now() + delay + jitter;
     loop {

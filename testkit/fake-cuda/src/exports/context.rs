@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use cudarc::driver::sys::CUresult;
 
 use super::{Handle, Out, device_number};
+use crate::config::Defect;
 use crate::context::{self, Context};
 
 driver_calls! {
@@ -47,8 +48,9 @@ driver_calls! {
     }
 
     cuCtxPushCurrent_v2(handle: Handle) |driver| {
-        driver.context(handle)?;
-        context::push(handle);
+        let context = driver.context(handle)?;
+        let wrong = driver.has(Defect::WrongContext).then(|| driver.other_context(context.device));
+        context::push(wrong.flatten().unwrap_or(handle));
         Ok(())
     }
 

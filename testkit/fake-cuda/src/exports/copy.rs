@@ -5,6 +5,7 @@ use std::sync::Arc;
 use cudarc::driver::sys::{CUmemcpyAttributes, CUresult};
 
 use super::{Handle, In, Out};
+use crate::config::Defect;
 use crate::driver::{Answer, Driver};
 use crate::memory::map::Place;
 use crate::stream::{Op, Piece, Stream};
@@ -140,7 +141,9 @@ driver_calls! {
         if driver.settings(context.device)?.flush_options & 1 == 0 {
             return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
         }
-        driver.publish(context.device);
+        if !driver.has(Defect::NoFlush) {
+            driver.publish(context.device);
+        }
         Ok(())
     }
 }

@@ -6,8 +6,9 @@ use std::sync::Arc;
 use cudarc::driver::sys::CUresult;
 
 use super::{Handle, In, Out};
+use crate::config::Defect;
 use crate::driver::{Answer, Driver, is_engine};
-use crate::kernels::{Arguments, Function, find};
+use crate::kernels::{Arguments, Function, Machine, find};
 use crate::stream::Op;
 use crate::world::Module;
 
@@ -89,7 +90,12 @@ driver_calls! {
             }
             arguments.push(bytes);
         }
-        driver.submit(&stream, Op::Launch { function: found, arguments: Arguments(arguments) })
+        let arguments = Arguments(arguments);
+        if driver.has(Defect::NoCompletion) {
+            let machine = Machine { driver, context: &stream.context, engine: stream.engine };
+            machine.write_word(arguments.u64(3), arguments.u32(4))?;
+        }
+        driver.submit(&stream, Op::Launch { function: found, arguments })
     }
 }
 

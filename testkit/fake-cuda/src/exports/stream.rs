@@ -5,6 +5,7 @@ use std::ffi::c_void;
 use cudarc::driver::sys::CUresult;
 
 use super::{Handle, Out};
+use crate::config::Defect;
 use crate::driver::{Answer, Driver};
 use crate::stream::{Capture, HostCall, HostRun, Op, Stream};
 
@@ -65,7 +66,7 @@ driver_calls! {
             invalidate(&stream);
             return Err(CUresult::CUDA_ERROR_STREAM_CAPTURE_ISOLATION);
         }
-        match event.last() {
+        match event.last().filter(|_| !driver.has(Defect::NoEventWait)) {
             Some(signal) => driver.submit(&stream, Op::Wait(signal)),
             None => Ok(()),
         }

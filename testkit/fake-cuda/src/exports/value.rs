@@ -3,6 +3,7 @@
 use cudarc::driver::sys::CUresult;
 
 use super::Handle;
+use crate::config::Defect;
 use crate::driver::{Answer, Driver};
 use crate::memory::span::{Finder, Who};
 use crate::stream::Op;
@@ -35,6 +36,12 @@ fn write(driver: &'static Driver, stream: Handle, to: u64, value: u64, width: u6
     if flags & NO_MEMORY_BARRIER != 0 && !stream.engine {
         let what = "a word is written without a barrier: it says nothing about the copies before it";
         driver.checker.violation(what);
+    }
+    if driver.has(Defect::NoCompletion) {
+        let world = driver.world.lock();
+        let span = Finder::new(driver, &stream.context, Who::Kernel).one(&world.map, to, width)?;
+        drop(world);
+        span.put_word(value);
     }
     driver.submit(&stream, Op::WriteValue { to, value, width })
 }

@@ -5,6 +5,7 @@ use std::sync::atomic::Ordering;
 use cudarc::driver::sys::CUresult;
 
 use super::map::{Kind, Range};
+use crate::config::Defect;
 use crate::driver::{Answer, Driver};
 
 /// An attribute's value: its bytes, in the size that the attribute has.
@@ -47,12 +48,13 @@ pub(crate) fn of(driver: &Driver, range: &Range, address: u64, attribute: u32) -
     let invalid = Err(CUresult::CUDA_ERROR_INVALID_VALUE);
     Ok(match attribute {
         n::CONTEXT => Value::Long(range.context as u64),
-        n::MEMORY_TYPE if range.is_pinned() => Value::Word(HOST),
+        n::MEMORY_TYPE if range.is_pinned() && !driver.has(Defect::HostTakenForDevice) => Value::Word(HOST),
         n::MEMORY_TYPE => Value::Word(DEVICE),
         n::DEVICE_POINTER => Value::Long(address),
         n::HOST_POINTER if range.is_host() => Value::Long(address),
         n::HOST_POINTER => return invalid,
         n::SYNC_MEMOPS => Value::Byte(u8::from(range.sync_memops.load(Ordering::Relaxed))),
+        n::BUFFER_ID if driver.has(Defect::NoBufferId) => Value::Long(range.start),
         n::BUFFER_ID => Value::Long(range.id),
         n::IS_MANAGED => Value::Byte(u8::from(matches!(range.kind, Kind::Managed))),
         n::DEVICE_ORDINAL => Value::Word(range.device),

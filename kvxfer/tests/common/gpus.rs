@@ -1,0 +1,114 @@
+//! Pools in the memory of fake GPUs, where a binary's tests are about that. Each test has a driver of its own.
+
+use std::cell::OnceCell;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use kvxfer::{Endpoint, Pool, PoolLayout, Role};
+use kvxfer_fake_cuda::FakeCuda;
+use kvxfer_testkit::gpus::Gpus;
+
+/// Tells a child process which driver its parent uses.
+const DIRECTORY: &str = "KVXTEST_CUDA";
+
+/// A test's devices, with how many sides use them.
+pub struct Shared {
+    pub gpus: Gpus,
+    users: AtomicU32,
+}
+
+thread_local! {
+    static SHARED: OnceCell<Arc<Shared>> = const { OnceCell::new() };
+}
+
+/// This test's.
+pub fn gpus() -> Arc<Shared> {
+    let open = || match std::env::var_os(DIRECTORY) {
+        Some(directory) => Gpus::of(FakeCuda::attach(Path::new(&directory)).unwrap()),
+        // What a network device writes is not there before it is flushed.
+        None if crate::IN == "direct" => Gpus::new(&[("*", "writes_ordering", "none")]),
+        None => Gpus::new(&[]),
+    };
+    let share = || {
+        Arc::new(Shared {
+            gpus: open(),
+            users: AtomicU32::new(0),
+        })
+    };
+    SHARED.with(|shared| shared.get_or_init(share).clone())
+}
+
+/// What child processes must know.
+pub fn variables() -> Vec<(String, String)> {
+    if crate::IN == "host" {
+        return Vec::new();
+    }
+    let directory = gpus().gpus.fake.directory().to_str().unwrap().to_owned();
+    vec![(DIRECTORY.to_owned(), directory)]
+}
+
+/// Whether the pools of an endpoint of that name are on a device: those who take, or those who give, or all.
+fn on_device(name: &str) -> bool {
+    match crate::IN {
+        "host" => false,
+        "source" => !super::takes(name),
+        "destination" => super::takes(name),
+        _ => true,
+    }
+}
+
+/// Says at the end of a side, that nothing was wrong; at the end of the last, that nothing is left.
+pub struct Used(Option<Arc<Shared>>);
+
+impl Used {
+    /// By an endpoint of that name.
+    pub fn by(name: &str) -> Used {
+        let shared = on_device(name).then(gpus);
+        if let Some(shared) = &shared {
+            shared.users.fetch_add(1, Ordering::SeqCst);
+        }
+        Used(shared)
+    }
+
+    /// A pool of that endpoint.
+    pub fn pool(&self, endpoint: &Endpoint, layout: PoolLayout, role: Role) -> Pool {
+        let Some(shared) = &self.0 else {
+            return endpoint.allocate(layout, role).unwrap();
+        };
+        let lengths = layout.region_lengths().to_vec();
+        let regions = lengths.into_iter().map(|length| shared.gpus.region(length)).collect();
+        // SAFETY: the regions own their memory; tests touch it through them.
+        unsafe { endpoint.register(layout, regions, role) }.unwrap()
+    }
+}
+
+impl Drop for Used {
+    fn drop(&mut self) {
+        let Some(shared) = &self.0 else { return };
+        let last = shared.users.fetch_sub(1, Ordering::SeqCst) == 1;
+        if std::thread::panicking() {
+            return;
+        }
+        if last {
+            shared.gpus.end_well();
+        } else {
+            shared.gpus.assert_clean();
+        }
+    }
+}
+
+/// Whether a test of this binary fails if calls of the driver are as if the library had this defect. It passes without.
+pub fn fails_under(test: &str, defect: &str) -> bool {
+    let passes = |defect: &str| {
+        let mut command = std::process::Command::new(std::env::current_exe().unwrap());
+        command.args(["--exact", test, "--test-threads=1"]);
+        let output = command.env("KVXFER_FAKE_CUDA_DEFECT", defect).output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        // A process that died, or ran nothing, has not caught anything.
+        let ran = said.contains("1 passed") || said.contains("1 failed");
+        assert!(ran, "{test} under {defect}: {}\n{said}", output.status);
+        output.status.success()
+    };
+    passes("off") && !passes(defect)
+}

@@ -1,0 +1,141 @@
+//! Fake GPUs as a kind of memory for tests of the layers above, through the production code that knows GPUs.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, Instant};
+
+use kvxfer_core::memory::Region;
+use kvxfer_cuda::{Cuda, CudaConfig};
+use kvxfer_fake_cuda::{Engine, FakeCuda};
+use parking_lot::Mutex;
+
+/// How long everything may take to be given back.
+const LIMIT: Duration = Duration::from_secs(10);
+
+/// Two fake devices whose work takes a while, and who allocates on them.
+#[derive(Debug)]
+pub struct Gpus {
+    /// The driver.
+    pub fake: FakeCuda,
+    /// None while everything has to be given back.
+    cuda: Mutex<Option<Cuda>>,
+    engines: [Arc<Engine>; 2],
+    regions: AtomicU32,
+}
+
+/// Device memory; freed with its region.
+struct Owned {
+    engine: Arc<Engine>,
+    address: u64,
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // Fails only where a test has broken the driver.
+        let _ = self.engine.free(self.address);
+    }
+}
+
+impl Gpus {
+    /// With these settings of the driver.
+    ///
+    /// # Panics
+    /// The driver cannot be made or loaded.
+    pub fn new(settings: &[(&str, &str, &str)]) -> Gpus {
+        let slow = [("*", "op_jitter_us", "300")];
+        Gpus::of(FakeCuda::with(&[&slow, settings].concat()).expect("a fake driver"))
+    }
+
+    /// Those of a driver that a test or its parent has made.
+    ///
+    /// # Panics
+    /// It has no two devices.
+    pub fn of(fake: FakeCuda) -> Gpus {
+        Gpus {
+            cuda: Mutex::new(None),
+            engines: [0, 1].map(|device| Arc::new(fake.engine(device).expect("an engine"))),
+            regions: AtomicU32::new(0),
+            fake,
+        }
+    }
+
+    /// The driver's library.
+    pub fn library(&self) -> PathBuf {
+        self.fake.library_path()
+    }
+
+    /// The production code's view of the driver.
+    ///
+    /// # Panics
+    /// It cannot be loaded.
+    pub fn cuda(&self) -> Cuda {
+        let mut cuda = self.cuda.lock();
+        let load = || Cuda::load(&config(&self.fake)).expect("the fake driver loads");
+        cuda.get_or_insert_with(load).clone()
+    }
+
+    /// Who computes on a device.
+    pub fn engine(&self, device: usize) -> &Arc<Engine> {
+        &self.engines[device]
+    }
+
+    /// Memory of one device, the next time of the other.
+    ///
+    /// # Panics
+    /// It is refused.
+    pub fn region(&self, bytes: u64) -> Arc<Region> {
+        let number = self.regions.fetch_add(1, Ordering::Relaxed);
+        self.region_on(number as usize % 2, bytes)
+    }
+
+    /// Memory of a device.
+    ///
+    /// # Panics
+    /// It is refused.
+    pub fn region_on(&self, device: usize, bytes: u64) -> Arc<Region> {
+        let engine = self.engines[device].clone();
+        let address = engine.allocate(bytes as usize).expect("device memory");
+        let owned = Owned { engine, address };
+        // SAFETY: freed when the region is dropped.
+        unsafe { self.cuda().region(address, bytes, Box::new(owned)) }.expect("a region of device memory")
+    }
+
+    /// How many regions were made.
+    pub fn regions(&self) -> u32 {
+        self.regions.load(Ordering::Relaxed)
+    }
+
+    /// No rule was broken, and nothing waited for a device.
+    ///
+    /// # Panics
+    /// Else.
+    pub fn assert_clean(&self) {
+        self.fake.assert_clean();
+        assert_eq!(self.fake.count("unpinned_copies"), 0);
+        assert_eq!(self.fake.count("synchronising"), 0, "{:?}", self.fake.calls());
+    }
+
+    /// The same, and nothing is left. All regions and who used them are gone, or go.
+    ///
+    /// # Panics
+    /// Else.
+    pub fn end_well(&self) {
+        self.assert_clean();
+        *self.cuda.lock() = None;
+        let end = Instant::now() + LIMIT;
+        while !self.fake.leaks().is_empty() {
+            assert!(Instant::now() < end, "left over: {:#?}", self.fake.leaks());
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        self.fake.assert_clean();
+    }
+}
+
+/// The production code's settings for a fake driver.
+pub fn config(fake: &FakeCuda) -> CudaConfig {
+    CudaConfig {
+        library: fake.library_path().to_string_lossy().into_owned(),
+        ..CudaConfig::default()
+    }
+}

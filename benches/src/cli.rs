@@ -10,7 +10,7 @@ use kvxfer_core::{Error, ErrorKind, Result};
 
 use crate::way::Way;
 use crate::work::{self, Named, Pattern, Work};
-use crate::{demo, doctor, figures, node, replay, run};
+use crate::{demo, doctor, figures, gpu_check, node, replay, run};
 
 /// Demonstrates, measures, replays and diagnoses kvxfer, which hands KV caches over between processes.
 #[derive(Debug, Parser)]
@@ -40,6 +40,8 @@ enum Command {
         #[arg(long)]
         json: bool,
     },
+    /// Check on a GPU what only a GPU can show: correctness under kernels, and figures against its limits.
+    GpuCheck(GpuCheckArgs),
     /// A child process of the commands above.
     #[command(hide = true)]
     Peer { role: Role },
@@ -51,6 +53,7 @@ enum Role {
     Node,
     ReplaySource,
     ReplayDestination,
+    GpuNode,
 }
 
 #[derive(Debug, Args)]
@@ -58,6 +61,19 @@ pub(crate) struct DemoArgs {
     /// A tiny shape, for tests.
     #[arg(long)]
     pub(crate) small: bool,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct GpuCheckArgs {
+    /// The driver's library: a path, or a name that the dynamic loader finds [default: libcuda.so.1].
+    #[arg(long, default_value = "", hide_default_value = true)]
+    pub(crate) library: String,
+    /// The device's ordinal.
+    #[arg(long, default_value_t = 0)]
+    pub(crate) device: i32,
+    /// Small workloads and no judgement of figures: for tests.
+    #[arg(long)]
+    pub(crate) quick: bool,
 }
 
 /// Which way the bytes go.
@@ -298,12 +314,14 @@ fn dispatch(command: Command) -> Result<bool> {
         Command::Figures(arguments) => figures::run(&arguments),
         Command::Replay(arguments) => replay::run(&arguments),
         Command::Doctor { json } => doctor::run(json),
+        Command::GpuCheck(arguments) => gpu_check::run(&arguments),
         Command::Peer { role } => {
             match role {
                 Role::Target => run::target()?,
                 Role::Node => node::serve()?,
                 Role::ReplaySource => replay::source()?,
                 Role::ReplayDestination => replay::destination()?,
+                Role::GpuNode => gpu_check::serve()?,
             }
             Ok(true)
         }

@@ -8,6 +8,7 @@ mod control;
 mod demo;
 mod doctor;
 mod figures;
+mod gpu_check;
 mod measure;
 pub mod memory;
 mod node;

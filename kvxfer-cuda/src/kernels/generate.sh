@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# Makes FILE.ptx of FILE.cu, here or where it is told: generate.sh [FILE.cu...]. By hand, when a .cu changes; needs python3
+# Makes FILE.ptx beside each FILE.cu: generate.sh [FILE.cu...]; without a file, copy.ptx. By hand, when a .cu changes; needs python3
 # with venv and PyPI, from which it takes NVIDIA's run-time compiler and assembler into a temporary directory. No GPU.
 # The PTX names the oldest version and device that it runs on, which ptxas checks with newer ones.
 set -euo pipefail
-cd "$(dirname "$0")"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 python3 -m venv "$work/venv"
@@ -11,7 +10,7 @@ python3 -m venv "$work/venv"
 ptxas=$(find "$work/venv" -name ptxas -type f)
 library=$(find "$work/venv" -name 'libnvrtc.so.12')
 chmod +x "$ptxas"
-[ $# -gt 0 ] || set -- copy.cu
+[ $# -gt 0 ] || set -- "$(dirname "$0")/copy.cu"
 for source in "$@"; do
   target=${source%.cu}.ptx
   "$work/venv/bin/python" - "$library" "$source" >"$work/out.ptx" <<'PYTHON'

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvxfer.vllm.device import device_of
 from kvxfer.vllm.layout import CacheLayout, GroupSpec, LayoutError, layer_order, planes_of, view_of
 from kvxfer.vllm.specs import check_drafts, check_parallel, groups_of, tables_of
 from kvxfer.vllm.tables import GroupTokens
@@ -285,3 +286,20 @@ def test_context_parallelism_is_refused():
     check_parallel(SimpleNamespace(decode_context_parallel_size=1))
     with pytest.raises(LayoutError, match="decode_context_parallel_size = 2"):
         check_parallel(SimpleNamespace(decode_context_parallel_size=2))
+
+
+class Tensor:
+    def __init__(self, kind, index=0):
+        self.device = type("device", (), {"type": kind, "__str__": lambda self: f"{kind}:{index}"})()
+
+
+def test_a_cache_is_on_one_device_that_is_known():
+    cpu = Tensor("cpu")
+    assert device_of({"a": cpu, "b": cpu}) == (None, None)
+    gpu = Tensor("cuda")
+    kind, mark = device_of({"a": gpu, "b": gpu})
+    assert kind == "cuda" and callable(mark)
+    with pytest.raises(LayoutError, match="2 devices"):
+        device_of({"a": gpu, "b": Tensor("cuda", 1)})
+    with pytest.raises(LayoutError, match="xpu:0"):
+        device_of({"a": Tensor("xpu")})

@@ -294,6 +294,52 @@ class Withheld:
         return [] if self.held else self.endpoint.events.drain(most)
 
 
+class Gated:
+    """An offer that notes what its parts wait for, of which there is no driver here to know."""
+
+    def __init__(self, handle):
+        self.handle, self.after = handle, []
+
+    def __getattr__(self, name):
+        return getattr(self.handle, name)
+
+    def ready(self, *arguments, after):
+        self.after.append(after)
+        return self.handle.ready(*arguments)
+
+    def finish(self, *arguments, after):
+        self.after.append(after)
+        return self.handle.finish(*arguments)
+
+
+def test_what_a_device_computes_is_released_behind_an_event_of_its_own(ranks):
+    prefill = ranks("serve", layerwise=True)
+    events = []
+    prefill.worker._mark = lambda: events.append(object()) or events[-1]
+    open_offer = prefill.worker.endpoint.offer
+
+    class Endpoint:
+        def __getattr__(self, name):
+            return getattr(endpoint, name)
+
+        def offer(self, *arguments, **named):
+            handles.append(Gated(open_offer(*arguments, **named)))
+            return handles[-1]
+
+    endpoint, handles = prefill.worker.endpoint, []
+    prefill.worker.endpoint = Endpoint()
+    prefill.offer("p", 0, 32, [3])
+    prefill.offer("p", 32, 64, [4], finish=64)
+    # One for each layer, none twice, and nothing without.
+    assert len(handles[0].after) >= 2 * LAYERS
+    assert all(after in events for after in handles[0].after)
+    assert len(set(map(id, handles[0].after))) == len(handles[0].after)
+    # A step without offers records nothing.
+    count = len(events)
+    prefill.step()
+    assert len(events) == count
+
+
 def test_what_is_aborted_is_reported_only_once_it_is_fenced(ranks):
     prefill, decode = ranks("serve"), ranks("receive")
     decode.claim("d", [prefill])

@@ -17,6 +17,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from .engine import logger_of
+from .device import device_of
 from .layout import CacheLayout, view_of
 from .messages import Handshake, StepMessages
 from .order import inner_order
@@ -134,7 +135,7 @@ class KvxferConnector(KVConnectorBase_V1, SupportsHMA):
         )
         views = {name: view_of(tensor) for name, tensor in kv_caches.items()}
         inner, tag = inner_order(self._settings.block_order, specs, kv_caches, self._vllm_config)
-        self._worker.register(CacheLayout(specs, views, inner, tag))
+        self._worker.register(CacheLayout(specs, views, inner, tag), *device_of(kv_caches))
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """This worker's address, for the scheduler."""

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import kvxfer
@@ -65,6 +65,7 @@ class Worker:
         self._handles: dict[int, tuple[str, OpenOffer | OpenClaim]] = {}
         self._reports = Reports()
         self._told: set[str] = set()
+        self._mark: Callable[[], Any] | None = None
         # Computed, and waiting to be claimed.
         self._unclaimed: dict[str, OpenOffer] = {}
         # Seconds that this worker has been stepping, and when it last did.
@@ -72,8 +73,10 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------ at the start
 
-    def register(self, cache: CacheLayout) -> None:
-        """Opens the endpoint and registers the cache.
+    def register(self, cache: CacheLayout, device: str | None = None, mark: Callable[[], Any] | None = None) -> None:
+        """Opens the endpoint and registers the cache, which is on the host, or in memory of this kind of device.
+
+        `mark` gives an event behind all that the device has been told to compute so far: what is released waits for it.
 
         Raises what kvxfer raises, with what to do: the server does not start.
         """
@@ -92,7 +95,11 @@ class Worker:
         self.endpoint = kvxfer.Endpoint(**options)
         self.cache = cache
         layout = cache.build(kvxfer)
-        self.pool = self.endpoint.register(layout, cache.regions(), role=self.role)
+        regions: list[Any] = cache.regions()
+        if device is not None:
+            regions = [kvxfer.MemoryRegion(address, length, owner, False, device) for address, length, owner in regions]
+        self._mark = mark
+        self.pool = self.endpoint.register(layout, regions, role=self.role)
         self._layer_numbers = {name.removesuffix(cache.tag): number for number, name in enumerate(layout.layers)}
         logger.info(
             "kvxfer %s: worker %d of %d, endpoint %s (%s), pool for %s: %s",
@@ -226,17 +233,19 @@ class Worker:
         number = self._layer_numbers.get(layer)
         if number is None:
             return
+        after = self._event(step)
         for offer_step in step.offers:
             offer = self._offers.get(offer_step.request_id)
             # In order and once: what does not fit goes when the step ends.
             if offer is None or offer.ended or offer_step.ready is None or offer.layers_out != number:
                 continue
-            if self._release(offer_step, offer, (number, number + 1)):
+            if self._release(offer_step, offer, (number, number + 1), after):
                 offer.layers_out = number + 1
 
     def end_step(self, step: StepMessages) -> None:
-        """The forward is done: what it computed may go."""
+        """The forward is done, as far as this process is concerned: what it computed may go."""
         layers = len(self._layer_numbers)
+        after = self._event(step)
         for offer_step in step.offers:
             offer = self._offers.get(offer_step.request_id)
             if offer is None or offer.ended or offer_step.ready is None:
@@ -245,16 +254,20 @@ class Worker:
                 # Releases what has not been released.
                 self.counters.add("parts_released")
                 try:
-                    offer.handle.finish(offer_step.finish)
+                    offer.handle.finish(offer_step.finish, after=after)
                 except kvxfer.Error as error:
                     self._break_offer(offer_step.request_id, offer, error)
             elif offer.layers_out < layers:
-                self._release(offer_step, offer, (offer.layers_out, layers))
+                self._release(offer_step, offer, (offer.layers_out, layers), after)
 
-    def _release(self, step: OfferStep, offer: OpenOffer, layers: tuple[int, int]) -> bool:
+    def _event(self, step: StepMessages) -> Any:
+        """An event behind what the device computes now, if there is a device and something waits for it."""
+        return self._mark() if self._mark is not None and step.offers else None
+
+    def _release(self, step: OfferStep, offer: OpenOffer, layers: tuple[int, int], after: Any) -> bool:
         assert step.ready is not None
         try:
-            offer.handle.ready(*step.ready, layers)
+            offer.handle.ready(*step.ready, layers, after=after)
         except kvxfer.Busy:
             return False  # At the limit of parts: the rest goes when it finishes.
         except kvxfer.Error as error:

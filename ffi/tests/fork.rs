@@ -36,7 +36,7 @@ fn child(endpoint: kvx_endpoint, pool: kvx_pool, offer: kvx_offer) -> i32 {
     if !last_error().contains("forked child") {
         return 20;
     }
-    if kvx_abi_version() != 1 || RELEASED.load(Ordering::SeqCst) {
+    if kvx_abi_version() != 2 || RELEASED.load(Ordering::SeqCst) {
         return 21;
     }
     0

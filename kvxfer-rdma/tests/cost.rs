@@ -7,14 +7,12 @@
 
 mod support;
 
-use std::collections::HashMap;
-use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 
 use kvxfer_core::flow::PartExtent;
 use kvxfer_core::layout::{Arrangement, Model, Selection};
 use kvxfer_core::plan::{Target, source_stream};
+use kvxfer_testkit::cost;
 use support::*;
 
 /// Blocks of the pools, and of the requests that the two runs move: each is 160 pieces of 8 KiB, half of them keys.
@@ -63,8 +61,8 @@ fn measured() {
 
 #[test]
 fn a_posted_piece_costs_few_instructions() {
-    if Command::new("valgrind").arg("--version").output().is_err() {
-        println!("skipped: valgrind, which counts instructions, is not installed");
+    if let Some(why) = cost::cannot_count() {
+        println!("skipped: {why}");
         return;
     }
     let cost = |count| instructions(count) as i64;
@@ -82,59 +80,6 @@ fn a_posted_piece_costs_few_instructions() {
 
 /// Instructions that a run of so many blocks executes outside the fake device's library.
 fn instructions(count: u32) -> u64 {
-    let out = std::env::temp_dir().join(format!("kvxfer-cost-{}-{count}", std::process::id()));
-    let run = Command::new("valgrind")
-        .args(["--tool=callgrind", "--quiet"])
-        .arg(format!("--callgrind-out-file={}", out.display()))
-        .arg(std::env::current_exe().unwrap())
-        .args(["measured", "--exact", "--include-ignored", "--test-threads=1"])
-        .env(BLOCKS_VARIABLE, count.to_string())
-        .output()
-        .unwrap();
-    let said = String::from_utf8_lossy(&run.stderr);
-    assert!(run.status.success(), "{said}");
-    let costs = costs_by_object(&out);
-    std::fs::remove_file(&out).unwrap();
-    assert!(costs.keys().any(|object| is_fake(object)), "{:?}", costs.keys());
-    costs
-        .into_iter()
-        .filter(|(object, _)| !is_fake(object))
-        .map(|(_, cost)| cost)
-        .sum()
-}
-
-fn is_fake(object: &str) -> bool {
-    object.contains("libibverbs") || object.contains("fake_verbs")
-}
-
-/// Instructions executed in each program or library, from callgrind's file.
-fn costs_by_object(file: &Path) -> HashMap<String, u64> {
-    let text = std::fs::read_to_string(file).unwrap();
-    let mut names: HashMap<&str, &str> = HashMap::new();
-    let mut costs: HashMap<String, u64> = HashMap::new();
-    let mut object = "";
-    let mut of_a_call = false;
-    for line in text.lines() {
-        if let Some(named) = line.strip_prefix("ob=") {
-            // `(number) name` where it is first named, `(number)` after that.
-            let (number, name) = named.split_once(' ').unwrap_or((named, ""));
-            if !name.is_empty() {
-                names.insert(number, name);
-            }
-            object = names.get(number).copied().unwrap_or("");
-        } else if let Some(named) = line.strip_prefix("cob=") {
-            if let Some((number, name)) = named.split_once(' ') {
-                names.insert(number, name);
-            }
-        } else if line.starts_with("calls=") {
-            // The next line has what the call cost inside.
-            of_a_call = true;
-        } else if line.starts_with(|first: char| first.is_ascii_digit() || "+-*".contains(first))
-            && !std::mem::take(&mut of_a_call)
-            && let Some(cost) = line.split(' ').nth(1).and_then(|cost| cost.parse::<u64>().ok())
-        {
-            *costs.entry(object.to_owned()).or_default() += cost;
-        }
-    }
-    costs
+    let is_fake = |object: &str| object.contains("libibverbs") || object.contains("fake_verbs");
+    cost::instructions("measured", (BLOCKS_VARIABLE, &count.to_string()), is_fake)
 }

@@ -2,6 +2,7 @@
 //! verification patterns, two ends of a transport without a control plane, and helpers for tests with real processes.
 //! Used by tests and benchmarks only.
 
+pub mod cost;
 #[cfg(feature = "gpus")]
 pub mod gpus;
 pub mod pattern;

@@ -199,11 +199,10 @@ impl Drop for Captures {
             // SAFETY: made by `Pool::stream`, destroyed once; a wait in it ends by itself.
             unsafe { driver.stream_destroy(waiting.stream) }
         });
-        // SAFETY: made by `Pool::event`, destroyed once; every captured event gave its own back, since it holds `self`.
-        let events = pool
-            .events
-            .drain(..)
-            .map(|event| unsafe { driver.event_destroy(event) });
+        let events = pool.events.drain(..).map(|event| {
+            // SAFETY: made by `Pool::event`, destroyed once; every captured event gave its own back, since it holds `self`.
+            unsafe { driver.event_destroy(event) }
+        });
         for refused in streams.chain(events).filter_map(std::result::Result::err) {
             tracing::warn!(%refused, device = self.device, "a stream or event was not destroyed");
         }

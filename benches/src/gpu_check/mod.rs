@@ -119,16 +119,19 @@ impl Report {
     fn end(&self, begun: Instant) -> bool {
         terminal::line("");
         let (checks, failures, skipped) = (self.checks, self.failures, self.skipped.len());
-        let mark = match (checks, failures) {
+        let took = duration(begun.elapsed());
+        let said = match (checks, failures) {
             (0, _) => terminal::paint(YELLOW, "skipped: nothing could be checked"),
-            (_, 0) => terminal::paint(GREEN, "ok"),
-            _ => terminal::paint(RED, "FAILED"),
+            (_, 0) => format!(
+                "{} {checks} checks passed, not checked: {skipped}, in {took}",
+                terminal::paint(GREEN, "ok")
+            ),
+            _ => format!(
+                "{} {failures} of {checks} checks, not checked: {skipped}, in {took}",
+                terminal::paint(RED, "FAILED")
+            ),
         };
-        let words = format!(
-            "{checks} checks, {failures} failed, {skipped} things not checked, in {}",
-            duration(begun.elapsed())
-        );
-        terminal::line(&format!("{mark} {words}"));
+        terminal::line(&said);
         failures == 0
     }
 }

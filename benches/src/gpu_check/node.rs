@@ -154,8 +154,8 @@ struct Place {
     work: Work,
     pools: HashMap<Kind, (Pool, Arc<Region>, u64)>,
     /// The block lists, for kernels.
-    source: Arc<Memory>,
-    destination: Arc<Memory>,
+    source: Memory,
+    destination: Memory,
 }
 
 /// The pool that kernels produce requests in.
@@ -334,7 +334,7 @@ impl Node {
         for part in 0..PARTS {
             let blocks = part_blocks(request, part);
             let tokens = part_tokens(part);
-            let list = self.list(&blocks)?;
+            let list = list(&self.engine, &blocks)?;
             for plane in 0..self.model.planes() {
                 // The first kernel of a part waits, so that everything of it is late.
                 let wait_ns = match plane {
@@ -402,7 +402,7 @@ impl Node {
 
     fn enqueue(&self, check: &mut Check, request: u32) -> Result<()> {
         for part in 0..PARTS {
-            let list = self.list(&part_blocks(request, part))?;
+            let list = list(&self.engine, &part_blocks(request, part))?;
             for plane in 0..self.model.planes() {
                 let blocks = self.model.blocks(plane, &list, PART_BLOCKS)?;
                 check
@@ -423,14 +423,6 @@ impl Node {
         self.stream.wait()?;
         self.lists.clear();
         Ok(())
-    }
-
-    fn list(&self, blocks: &[u32]) -> Result<Memory> {
-        let list = self.engine.pinned(blocks.len() as u64 * 4)?;
-        for (index, &block) in blocks.iter().enumerate() {
-            list.set_u32(index, block);
-        }
-        Ok(list)
     }
 
     fn counters(&self) -> Vec<(String, f64)> {
@@ -462,16 +454,9 @@ impl Place {
             let pool = unsafe { endpoint.register(work.shape.layout()?, vec![region.clone()], Role::Both) }?;
             pools.insert(kind, (pool, region, base));
         }
-        let list = |blocks: &[u32]| -> Result<Arc<Memory>> {
-            let list = engine.pinned(blocks.len() as u64 * 4)?;
-            for (index, &block) in blocks.iter().enumerate() {
-                list.set_u32(index, block);
-            }
-            Ok(Arc::new(list))
-        };
         Ok(Place {
-            source: list(&work.source)?,
-            destination: list(&work.destination)?,
+            source: list(engine, &work.source)?,
+            destination: list(engine, &work.destination)?,
             work: work.clone(),
             pools,
         })
@@ -536,6 +521,15 @@ impl Check {
         self.stream.wait()?;
         Ok(self.result.word(0))
     }
+}
+
+/// Block ids where kernels can read them.
+fn list(engine: &Arc<Engine>, blocks: &[u32]) -> Result<Memory> {
+    let list = engine.pinned(blocks.len() as u64 * 4)?;
+    for (index, &block) in blocks.iter().enumerate() {
+        list.set_u32(index, block);
+    }
+    Ok(list)
 }
 
 fn device_region(endpoint: &Endpoint, address: u64, bytes: u64, memory: Arc<Memory>) -> Result<Arc<Region>> {

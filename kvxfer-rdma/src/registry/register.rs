@@ -458,11 +458,12 @@ impl Source {
                 let dmabuf = &self.dmabufs[mapping];
                 domain.register_dmabuf(dmabuf.fd.as_fd(), dmabuf.offset + inside, length, start, access)
             }
-            // SAFETY: the run lies inside the region, whose maker vouched that it stays mapped, readable and writable
-            // while the region lives, and that nobody holds references into it; whoever holds the registration holds the
-            // region (`RegionKeys`, then `Retired`, which drops it after the registration). Memory of another device's
-            // is the same: a driver that does not know it refuses the address.
-            Way::Address(_) => unsafe { domain.register(start, length, access) },
+            // A driver that does not know another device's memory refuses its address.
+            Way::Address(_) => {
+                // SAFETY: inside the region, which its maker vouched stays mapped, readable and writable while it lives, without
+                // references into it; whoever holds the registration holds the region (`RegionKeys`, then `Retired`).
+                unsafe { domain.register(start, length, access) }
+            }
         };
         made.map_err(|error: VerbsError| error.in_place(&self.place))
     }

@@ -44,6 +44,56 @@ pub struct DmaBuf {
     pub length: u64,
 }
 
+/// A region that other endpoints on this host may map: what its domain made of it ([`MemoryDomain::export`]).
+///
+/// Dropped, it is recalled. The domain keeps the region until nobody has it mapped any more.
+pub trait Exported: Send + Sync + fmt::Debug {
+    /// What another endpoint's domain needs to map it: opaque, at most [`EXPORT_BYTES_MAX`] bytes. Whoever has it can
+    /// reach what it names, as it can with a remote key of RDMA: the allocation is the trust boundary, not the block.
+    fn description(&self) -> &[u8];
+
+    /// Has all importers let go of it, and gives it to nobody any more. Returns at once.
+    fn recall(&self);
+
+    /// Importers that have it mapped, or may have. Zero after a recall: the memory may be freed.
+    fn importers(&self) -> usize;
+}
+
+/// Bytes of [`Exported::description`], at most.
+pub const EXPORT_BYTES_MAX: usize = 256;
+
+/// Another endpoint's region, mapped for copies into a domain's own memory ([`MemoryDomain::import`]). Let go of when
+/// dropped, and when its owner recalls it, after the copies under way.
+pub trait Imported: Any + Send + Sync + fmt::Debug {
+    /// How it stands. Never blocks.
+    fn state(&self) -> ImportState;
+
+    /// Bytes of the region. Meaningful once it is [`ImportState::Ready`].
+    fn length(&self) -> u64;
+}
+
+/// How an import stands.
+#[derive(Debug, Clone)]
+pub enum ImportState {
+    /// The owner is being asked, or the driver.
+    Pending,
+    /// Copies may be started.
+    Ready,
+    /// It never came about, or the owner has recalled it: no copy is started any more.
+    Gone(Error),
+}
+
+/// A run of an imported region.
+#[derive(Debug, Clone, Copy)]
+pub struct ImportedRun<'a> {
+    /// Of which region.
+    pub region: &'a Arc<dyn Imported>,
+    /// First byte, counted from the region's start.
+    pub offset: u64,
+    /// Bytes.
+    pub length: u64,
+}
+
 /// Keeps a staging buffer fit for a domain's copies; see [`MemoryDomain::pin_staging`].
 pub type StagingPin = Box<dyn Any + Send + Sync>;
 
@@ -92,6 +142,34 @@ pub trait MemoryDomain: Send + Sync + fmt::Debug {
 
     /// Starts copying `staging`, in order and densely, into the segments; same contract.
     fn start_scatter(&self, staging: HostView, regions: &[Arc<Region>], segments: &[Segment]) -> Result<CopyTicket>;
+
+    /// Lets other endpoints on this host map the region, so that they copy out of it without staging. May be slow: called
+    /// when a pool is registered. `None`: not with this domain; an error: not with this memory, and why.
+    fn export(&self, _region: &Arc<Region>) -> Option<Result<Arc<dyn Exported>>> {
+        None
+    }
+
+    /// Begins to map another endpoint's region for copies into this domain's memory. Returns at once: the work is done on a
+    /// thread of the domain's. The same description is mapped once, however often it is asked for. `None`: this domain
+    /// does not do that.
+    fn import(&self, _description: &[u8]) -> Option<Arc<dyn Imported>> {
+        None
+    }
+
+    /// Starts copying the runs of imported regions, in order and densely, into the segments, which are as long in all;
+    /// same contract as [`start_gather`](Self::start_gather). The regions stay mapped until the copy has ended.
+    ///
+    /// # Errors
+    /// That of an import that is [`ImportState::Gone`], `Internal` for one that is of another domain, `OutOfBounds` for a
+    /// run outside its region.
+    fn start_import_copy(
+        &self,
+        _from: &[ImportedRun<'_>],
+        _regions: &[Arc<Region>],
+        _segments: &[Segment],
+    ) -> Result<CopyTicket> {
+        Err(Error::new(ErrorKind::Internal, "a copy of imported memory").because("this domain imports none"))
+    }
 
     /// How the copy stands. After `Done` or an error the ticket is spent, and the copy touches nothing any more.
     ///

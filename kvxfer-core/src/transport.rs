@@ -10,7 +10,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::flow::{ChunkName, ChunkState, LaneName, SendEvent, SendPart, SendSpec, TransferId};
 use crate::id::{Generation, Incarnation, SlotId};
-use crate::memory::Region;
+use crate::memory::{Exported, Region};
 
 pub use counters::Counter;
 pub use in_turn::InTurn;
@@ -71,6 +71,8 @@ pub struct Registered {
     pub keys: Vec<u8>,
     /// What devices refused and what is done instead, for people; empty if nothing was.
     pub notes: Vec<String>,
+    /// What other endpoints on this host may have mapped: the pool's memory may be freed once none of it has importers.
+    pub exported: Vec<Arc<dyn Exported>>,
     /// Keeps the registration; it is given up once this is dropped and no transfer uses it any more.
     pub hold: Box<dyn std::any::Any + Send + Sync>,
 }

@@ -123,6 +123,7 @@ impl Transport for TcpTransport {
         Ok(Registered {
             keys: Vec::new(),
             notes: Vec::new(),
+            exported: Vec::new(),
             hold: Box::new(()),
         })
     }

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvxfer_core::flow::SlotTable;
 use kvxfer_core::machine::TransportOffer;
-use kvxfer_core::memory::Region;
+use kvxfer_core::memory::{Exported, Region};
 use kvxfer_core::transport::{Counter, RegionAccess, Registered, Transport};
 use kvxfer_core::wire::lane::LaneHello;
 use kvxfer_core::{Error, ErrorKind, Result};
@@ -32,6 +32,8 @@ pub(crate) struct PoolRegistration {
     pub(crate) keys: Vec<(String, Vec<u8>)>,
     /// What devices refused and what is done instead, for people.
     pub(crate) notes: Vec<String>,
+    /// What others on this host may have mapped.
+    pub(crate) exported: Vec<Arc<dyn Exported>>,
     holds: Vec<Box<dyn std::any::Any + Send + Sync>>,
 }
 
@@ -101,12 +103,18 @@ impl Transports {
     pub(crate) fn register(&self, regions: &[Arc<Region>], access: RegionAccess) -> Result<PoolRegistration> {
         let mut made = PoolRegistration::default();
         for transport in &self.list {
-            let Registered { keys, notes, hold } = transport.register(regions, access)?;
+            let Registered {
+                keys,
+                notes,
+                exported,
+                hold,
+            } = transport.register(regions, access)?;
             made.notes
                 .extend(notes.into_iter().map(|note| format!("{}: {note}", transport.name())));
             if !keys.is_empty() {
                 made.keys.push((transport.name().to_owned(), keys));
             }
+            made.exported.extend(exported);
             made.holds.push(hold);
         }
         Ok(made)

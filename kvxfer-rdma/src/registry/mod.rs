@@ -181,6 +181,7 @@ impl Registry {
         Ok(Registered {
             keys,
             notes,
+            exported: Vec::new(),
             hold: Box::new(Hold {
                 registry: Arc::downgrade(&self.inner),
                 regions: made,

@@ -4,9 +4,11 @@ mod wire_common;
 
 use kvxfer_core::error::{Error, ErrorKind};
 use kvxfer_core::flow::{ChunkHeader, MESSAGE_PART, PartExtent};
+use kvxfer_core::memory::EXPORT_BYTES_MAX;
 use kvxfer_core::wire::lane::{
     HEADER_BYTES, HELLO_BYTES, LaneHeader, LaneHello, PayloadChecksum, TRAILER_BYTES, Trailer,
 };
+use kvxfer_core::wire::reference::{REFERENCE_BYTES_MAX, RUN_BYTES};
 use kvxfer_core::wire::{
     EndpointAddress, FRAME_BODY_BYTES_MAX, FRAME_HEADER_BYTES, Frame, Grant, Message, body_length, decode, encode,
     fuzzing, is_session, limits,
@@ -353,6 +355,10 @@ fn a_huge_count_allocates_nothing() {
     assert_eq!(read(&forged(4, 0, &body)).unwrap_err().kind(), ErrorKind::Protocol);
 }
 
+fn refused_reference(chunk: ChunkHeader, bytes: u32) -> bool {
+    LaneHeader::decode(&LaneHeader::Reference { chunk, bytes }.encode()).is_err()
+}
+
 #[test]
 fn bad_lane_headers_say_what_is_wrong() {
     let header = ChunkHeader {
@@ -379,6 +385,21 @@ fn bad_lane_headers_say_what_is_wrong() {
         ..part
     };
     assert_eq!(kind(wraps), Err(ErrorKind::Protocol));
+    let refused = |header: LaneHeader| LaneHeader::decode(&header.encode()).unwrap_err().kind() == ErrorKind::Protocol;
+    for bytes in [0, EXPORT_BYTES_MAX as u32 + 1] {
+        assert!(refused(LaneHeader::Export { number: 1, bytes }));
+    }
+    let run = RUN_BYTES as u32;
+    assert!(!refused_reference(part, run));
+    for bytes in [0, run - 1, REFERENCE_BYTES_MAX as u32 + run] {
+        assert!(refused_reference(part, bytes));
+    }
+    assert!(refused_reference(header, run), "a message");
+    let checksummed = ChunkHeader {
+        checksummed: true,
+        ..part
+    };
+    assert!(refused_reference(checksummed, run));
     let mut bytes = LaneHeader::Chunk(part).encode();
     bytes[20] ^= 1;
     assert_eq!(LaneHeader::decode(&bytes).unwrap_err().kind(), ErrorKind::Corrupt);

@@ -24,6 +24,8 @@ pub(crate) struct LaneCounters {
 pub(crate) struct DirectionCounters {
     /// Payload bytes.
     pub(crate) bytes: AtomicU64,
+    /// Bytes that were referred to instead: sent, and copied by the receiver and found valid.
+    pub(crate) referred: AtomicU64,
     /// Whole chunks.
     pub(crate) chunks: AtomicU64,
     /// System calls.
@@ -35,6 +37,7 @@ impl LaneCounters {
         let mut report = RailReport::new("tcp", peer, rail, out);
         for (direction, counters) in [("sent", &self.sent), ("received", &self.received)] {
             report.count_one_way("rail_bytes_total", direction, &counters.bytes);
+            report.count_one_way("rail_referred_bytes_total", direction, &counters.referred);
             report.count_one_way("rail_chunks_total", direction, &counters.chunks);
             report.count_one_way("rail_calls_total", direction, &counters.calls);
         }

@@ -18,7 +18,7 @@ use crate::counters::{LaneCounters, add};
 use crate::error::TcpError;
 use crate::link::LinkCore;
 use crate::receive::{Lent, Reader};
-use crate::send::{Sent, Writer};
+use crate::send::{Filler, Sent, Writer};
 use crate::sys::{self, Ready};
 use crate::worker::{LANE_ENDED, LANE_NEW, Turn};
 
@@ -93,6 +93,8 @@ pub(crate) struct Lane {
     write_edge: bool,
     writer_copying: bool,
     writer_starved: bool,
+    /// The writer has references that are not settled.
+    referring: bool,
     ack_backlog: usize,
     timer: Option<Time>,
     ended: bool,
@@ -129,6 +131,7 @@ impl Lane {
             write_edge: false,
             writer_copying: false,
             writer_starved: false,
+            referring: false,
             ack_backlog: 0,
             timer: None,
             ended: false,
@@ -305,6 +308,9 @@ impl Lane {
                 add(&shared.counters.refused, 1);
             }
             sender.acknowledged(*name, chunk, state, turn.now);
+            if self.referring {
+                reader.settled_references.push(chunk);
+            }
         }
         // What became free may be work for lanes that stopped looking.
         for other in &link.lanes {
@@ -342,9 +348,12 @@ impl Lane {
         if let Some(error) = writer.failed.take() {
             return Err(error);
         }
+        writer.settle_references(&mut reader.settled_references);
+        writer.declined(link, &mut reader.declined, turn.now)?;
+        writer.validate(link, &mut reader.asked, &mut reader.acks)?;
         writer.acknowledge(&mut reader.acks);
         let sent = if writer.writable {
-            writer.send(link, self.index, turn.now)?
+            writer.send(link, self.index, Filler::DataThread, turn.now)?
         } else {
             Sent::Blocked
         };
@@ -354,6 +363,7 @@ impl Lane {
             .store(matches!(sent, Sent::Nothing | Sent::All), Ordering::Relaxed);
         self.writer_copying = writer.copying();
         self.writer_starved = writer.starved;
+        self.referring = writer.has_referred();
         self.ack_backlog = writer.ack_backlog();
         let settled = std::mem::take(&mut writer.settled);
         let fenced = std::mem::take(&mut writer.gate_fenced);
@@ -518,10 +528,12 @@ impl Lane {
         *shared.loss.lock() = Some(error.to_string());
         add(&shared.counters.losses, 1);
         reader.shut(&self.link);
+        self.link.exports.lane_lost();
         self.link.lanes_up.fetch_sub(1, Ordering::SeqCst);
         self.wants_turn = false;
         self.writer_copying = false;
         self.writer_starved = false;
+        self.referring = false;
         self.phase = Phase::Draining(reader, name, error.into());
         self.drain(turn);
     }

@@ -17,6 +17,14 @@
 //! gate that is closed and empty therefore means that no byte moves any more. A copy into or out of memory
 //! without a host view holds its gate from start to end.
 //!
+//! # References
+//! A peer on the same host may map this endpoint's device memory ([`MemoryDomain::export`]). Once it has, chunks are sent to it
+//! as lists of runs of that memory in place of their bytes, and it copies by itself, inside its slot's gate. Then it asks
+//! whether the copy counts; the answer is whether the source's gate is still open, and only a yes makes the chunk applied. What
+//! cannot be referred to (host memory, checksummed chunks, an export that the peer could not map) is sent as bytes.
+//!
+//! [`MemoryDomain::export`]: kvxfer_core::memory::MemoryDomain::export
+//!
 //! # The look-ahead
 //! Headers and trailers are read into a small buffer per lane. Where the lane waits for a header it cannot know
 //! what follows, so that up to 8 KiB of payload may come along and are copied from there
@@ -27,6 +35,9 @@ mod config;
 mod connect;
 mod counters;
 mod error;
+mod exports;
+mod host;
+mod imports;
 mod lane;
 mod link;
 mod look_ahead;

@@ -10,8 +10,10 @@ use parking_lot::Mutex;
 
 use crate::config::TcpConfig;
 use crate::error::{LanePlace, TcpError};
+use crate::exports::{ExportTable, Exports};
+use crate::imports::Imports;
 use crate::lane::LaneShared;
-use crate::send::Sent;
+use crate::send::{Filler, Sent};
 use crate::sys;
 use crate::worker::WorkerShared;
 
@@ -25,6 +27,8 @@ pub(crate) struct LinkCore {
     pub(crate) slots: Arc<SlotTable>,
     pub(crate) sender: Mutex<LinkSender>,
     pub(crate) lanes: Box<[LaneShared]>,
+    pub(crate) exports: Exports,
+    pub(crate) imports: Imports,
     /// Passed around each call that reads or writes blocks: [`Link::close`] closes it.
     pub(crate) open: Arc<Gate>,
     /// Lanes that are up.
@@ -38,20 +42,34 @@ pub(crate) struct LinkCore {
     lone_transfer: AtomicU64,
 }
 
+/// How a link's lanes are laid out.
+pub(crate) struct Lanes {
+    pub(crate) count: u16,
+    pub(crate) first_worker: usize,
+    pub(crate) workers: Arc<[Arc<WorkerShared>]>,
+}
+
 impl LinkCore {
+    /// `exports`: what a peer on this host may map; `None` for one that is elsewhere.
     pub(crate) fn new(
         peer: LinkPeer,
         config: Arc<TcpConfig>,
         slots: Arc<SlotTable>,
-        lanes: u16,
-        first_worker: usize,
-        workers: Arc<[Arc<WorkerShared>]>,
+        lanes: Lanes,
+        exports: Option<Arc<ExportTable>>,
         watcher: Arc<dyn LinkWatcher>,
     ) -> Arc<LinkCore> {
+        let Lanes {
+            count: lanes,
+            first_worker,
+            workers,
+        } = lanes;
         let lane = |index: u16| LaneShared::new(index, (first_worker + usize::from(index)) % workers.len());
         Arc::new(LinkCore {
             sender: Mutex::new(LinkSender::new(config.sender(lanes))),
             lanes: (0..lanes).map(lane).collect(),
+            exports: Exports::new(exports),
+            imports: Imports::default(),
             open: Gate::new(),
             lanes_up: AtomicUsize::new(0),
             lanes_left: AtomicUsize::new(usize::from(lanes)),
@@ -125,7 +143,7 @@ impl LinkCore {
             let idle = writer.idle();
             let mut clean = false;
             if idle {
-                let sent = writer.send(self, lane.index, sys::now());
+                let sent = writer.send(self, lane.index, Filler::Submitter, sys::now());
                 clean = matches!(sent, Ok(Sent::All)) && !writer.gate_fenced && !writer.settled;
                 if let Err(error) = sent {
                     writer.failed = Some(error);
@@ -244,7 +262,12 @@ impl Link for TcpLink {
                 .filter_map(|lane| lane.loss.lock().clone())
                 .collect(),
             rails_configured: self.core.lanes.len(),
-            notes: Vec::new(),
+            notes: match self.core.exports.counts() {
+                (_, 0) => Vec::new(),
+                (mapped, told) => vec![format!(
+                    "the peer is on this host and copies out of {mapped} of {told} device regions by itself"
+                )],
+            },
         }
     }
 }

@@ -112,13 +112,7 @@ impl OutChunk {
             header: LaneHeader::Chunk(header).encode(),
             trailer: [0; TRAILER_BYTES],
             transfer: chunk.transfer,
-            name: ChunkName {
-                slot: header.slot,
-                generation: header.generation,
-                part: header.part,
-                offset: header.offset,
-                length: header.length,
-            },
+            name: header.name(),
             payload,
             sent: 0,
             valid: true,
@@ -340,21 +334,18 @@ impl OutChunk {
             return Pumped::default();
         };
         let (buffer, fenced) = job.finish();
-        match outcome {
-            Ok(()) => {
+        match (outcome, buffer) {
+            (Ok(()), Some(buffer)) => {
                 *stage = Stage::Ready(buffer);
                 Pumped {
                     fenced,
                     ..Pumped::default()
                 }
             }
-            Err(error) => {
-                drop(buffer);
-                Pumped {
-                    fenced,
-                    ..self.source_is_gone(Some(error))
-                }
-            }
+            (outcome, _) => Pumped {
+                fenced,
+                ..self.source_is_gone(outcome.err())
+            },
         }
     }
 

@@ -1,12 +1,15 @@
 //! The receiving half of a lane: headers are checked, payload is scattered straight into the granted blocks.
 
+mod copies;
+mod references;
+
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use crc_fast::{CrcAlgorithm, Digest};
-use kvxfer_core::flow::{CHUNK_BYTES_MAX, ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_BYTES_MAX, Placement};
+use kvxfer_core::flow::{ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_BYTES_MAX, Placement};
 use kvxfer_core::memory::Segment;
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::wire::lane::{HEADER_BYTES, LaneHeader, TRAILER_BYTES, Trailer};
@@ -17,17 +20,15 @@ use crate::error::TcpError;
 use crate::link::LinkCore;
 use crate::look_ahead::{LOOK_AHEAD_BYTES, LookAhead};
 use crate::placed::{Placed, copy_into, digest_pieces, scatter};
-use crate::staging::{CopyJob, StagingBuffer, StagingPool, needs_staging};
+use crate::staging::{StagingBuffer, StagingPool, needs_staging};
 use crate::sys;
+use copies::{End, SCATTERS_MAX, Scatter};
+use references::{Body, BodyOf, References};
 
 /// Up to this much payload left, a call reads as far ahead as it can: small chunks come in bunches.
 const BUNCH_BYTES: u32 = 32 << 10;
 /// What is read and thrown away goes here, over and over.
 pub(crate) const SCRAP_BYTES: usize = 64 << 10;
-/// Copies into blocks that a lane has under way, at most.
-const SCATTERS_MAX: usize = 4;
-/// Copies of a lane that wait for each other, at most.
-const FRESH_MAX: usize = 3;
 
 /// The receiving half of a lane. Only its data thread touches it.
 pub(crate) struct Reader {
@@ -35,9 +36,12 @@ pub(crate) struct Reader {
     lane: LaneName,
     ahead: LookAhead,
     chunk: Option<InChunk>,
+    /// What follows a header that is no chunk's bytes.
+    body: Option<Body>,
     scatters: VecDeque<Scatter>,
     /// Those of them that have not been polled.
     fresh: usize,
+    references: References,
     /// The socket may have more.
     pub(crate) readable: bool,
     /// The connection is ending: its end is still to be read.
@@ -48,6 +52,12 @@ pub(crate) struct Reader {
     pub(crate) acks: Vec<u8>,
     /// Acknowledgements received, to be given to the sender.
     pub(crate) acknowledged: Vec<(ChunkName, ChunkState)>,
+    /// Of those, what may have been referred to.
+    pub(crate) settled_references: Vec<ChunkName>,
+    /// References of this side's that the peer did not take.
+    pub(crate) declined: Vec<ChunkName>,
+    /// Those that it has followed and asks about.
+    pub(crate) asked: Vec<ChunkName>,
     pieces: Vec<libc::iovec>,
     segments: Vec<Segment>,
 }
@@ -81,22 +91,6 @@ enum Sink {
     Scrap(ChunkState),
 }
 
-/// A copy into blocks under way, and the end of its chunk if it is the last of it.
-struct Scatter {
-    job: Option<CopyJob>,
-    end: Option<(ChunkHeader, End)>,
-    slot: ChunkHeader,
-}
-
-/// How a staged chunk ends once its copies have.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum End {
-    /// All its bytes are placed.
-    Placed,
-    /// It does not count.
-    Abandoned(ChunkState),
-}
-
 impl Reader {
     pub(crate) fn new(socket: Arc<OwnedFd>, lane: LaneName) -> Reader {
         Reader {
@@ -104,14 +98,19 @@ impl Reader {
             lane,
             ahead: LookAhead::new(),
             chunk: None,
+            body: None,
             scatters: VecDeque::new(),
             fresh: 0,
+            references: References::default(),
             // Bytes may have come before the socket was watched.
             readable: true,
             ending: false,
             starved: false,
             acks: Vec::new(),
             acknowledged: Vec::new(),
+            settled_references: Vec::new(),
+            declined: Vec::new(),
+            asked: Vec::new(),
             pieces: Vec::new(),
             segments: Vec::new(),
         }
@@ -132,110 +131,15 @@ impl Reader {
 
     /// Whether a further turn would move anything.
     pub(crate) fn wants_turn(&self) -> bool {
-        self.readable && !self.starved && self.scatters.len() < SCATTERS_MAX
-    }
-
-    /// Polls copies into blocks; counts the chunks that they complete. True if one has ended. A copy that fails ends its
-    /// slot with the reason; the lane goes on.
-    pub(crate) fn poll_copies(&mut self, link: &LinkCore) -> bool {
-        let mut moved = false;
-        self.fresh = 0;
-        while let Some(front) = self.scatters.front_mut() {
-            let mut failed = false;
-            if let Some(job) = &mut front.job {
-                let Some(outcome) = job.poll() else {
-                    return moved;
-                };
-                if front.job.take().is_some_and(|job| job.finish().1) {
-                    link.emit(LinkEvent::SlotQuiet);
-                }
-                if let Err(error) = outcome {
-                    failed = true;
-                    let slot = front.slot;
-                    self.end_slot(link, &slot, error);
-                }
-            }
-            moved = true;
-            let Some(front) = self.scatters.pop_front() else {
-                return moved;
-            };
-            if let Some((header, end)) = front.end {
-                let state = match end {
-                    End::Placed if failed => {
-                        link.slots.abandon(&header);
-                        ChunkState::Refused
-                    }
-                    End::Placed => link.slots.placed(&header, true),
-                    End::Abandoned(state) => {
-                        link.slots.abandon(&header);
-                        state
-                    }
-                };
-                self.answer(link, &header, state);
-            }
-        }
-        moved
-    }
-
-    /// Chunks that wait for no copy are answered at once. Copies are not polled here: a turn may start several, which
-    /// their device is to get together.
-    fn answer_without_copies(&mut self, link: &LinkCore) {
-        if self.scatters.front().is_some_and(|front| front.job.is_none()) {
-            self.poll_copies(link);
-        }
-    }
-
-    /// Whether copies into blocks may wait for another, so that a device gets them together: one is coming, or was full
-    /// (a transfer's last chunks are its lanes' shares of the rest), and there is room for it.
-    pub(crate) fn copies_can_wait(&self) -> bool {
-        let coming = self
-            .chunk
-            .as_ref()
-            .is_some_and(|chunk| chunk.received < chunk.header.length);
-        let was_full = || {
-            let last = self.scatters.back().and_then(|scatter| scatter.end);
-            last.is_some_and(|(header, _)| header.length == CHUNK_BYTES_MAX)
-        };
-        (1..FRESH_MAX).contains(&self.fresh)
-            && self.scatters.len() < SCATTERS_MAX
-            && !self.starved
-            && (coming || was_full())
-    }
-
-    /// Whether a copy into blocks is under way.
-    pub(crate) fn copying(&self) -> bool {
-        !self.scatters.is_empty()
-    }
-
-    /// Gives a part-filled staging buffer back by placing what it holds. Called when another lane needs one, so that
-    /// a stalled peer holds none.
-    pub(crate) fn flush_staging(&mut self) {
-        if let Some(InChunk {
-            header,
-            sink: Sink::Staged { to, buffer, from },
-            received,
-            ..
-        }) = &mut self.chunk
-            && *received > *from
-            && self.scatters.len() < SCATTERS_MAX
-            && let Some(buffer) = buffer.take()
-        {
-            let span = *from..*received;
-            *from = *received;
-            let job = scatter(to, header, span, buffer);
-            self.fresh += 1;
-            self.scatters.push_back(Scatter {
-                job,
-                end: None,
-                slot: *header,
-            });
-        }
+        self.readable && !self.starved && self.has_room()
     }
 
     /// The connection is gone. The chunk under way will not come; copies under way go on, see
     /// [`drain_copies`](Self::drain_copies).
     pub(crate) fn shut(&mut self, link: &LinkCore) {
         self.readable = false;
+        self.body = None;
+        self.references.lose(link);
         if let Some(chunk) = self.chunk.take() {
             match chunk.sink {
                 Sink::Place(_) => link.slots.abandon(&chunk.header),
@@ -249,17 +153,15 @@ impl Reader {
         }
     }
 
-    /// After [`shut`](Self::shut): whether a copy into blocks still runs. Chunks that were whole are counted.
-    pub(crate) fn drain_copies(&mut self, link: &LinkCore) -> bool {
-        self.poll_copies(link);
-        self.acks.clear();
-        self.copying()
-    }
-
     /// Takes everything that the look-ahead holds.
     fn take_ahead(&mut self, lent: &Lent<'_>) -> Result<(), TcpError> {
         loop {
             match &mut self.chunk {
+                None if self.body.is_some() => {
+                    if !self.take_body(lent)? {
+                        return Ok(());
+                    }
+                }
                 None => {
                     let Some(bytes) = self.ahead.peek::<HEADER_BYTES>() else {
                         return Ok(());
@@ -269,6 +171,16 @@ impl Reader {
                     match header.map_err(|error| self.peer_error(lent.link, error))? {
                         LaneHeader::Ack(name, state) => self.acknowledged.push((name, state)),
                         LaneHeader::Chunk(header) => self.begin(lent, header)?,
+                        LaneHeader::Export { number, bytes } => {
+                            self.body = Some(Body::new(BodyOf::Export(number), bytes));
+                        }
+                        LaneHeader::Reference { chunk, bytes } => {
+                            self.body = Some(Body::new(BodyOf::Reference(chunk), bytes));
+                        }
+                        LaneHeader::Imported { number } => lent.link.exports.imported(number),
+                        LaneHeader::Declined(name) => self.declined.push(name),
+                        LaneHeader::Validate(name) => self.asked.push(name),
+                        LaneHeader::Validated(name, counts) => self.validated(lent, name, counts)?,
                     }
                 }
                 Some(chunk) if chunk.received < chunk.header.length => {
@@ -304,6 +216,7 @@ impl Reader {
                 let staged = needs_staging(&regions);
                 let to = Placed { stream, regions, gate };
                 if staged {
+                    self.import_for(link, &to);
                     Sink::Staged {
                         to,
                         buffer: None,
@@ -461,6 +374,12 @@ impl Reader {
                 _ => 0,
             };
         }
+        if let Some(body) = &mut self.body {
+            let (piece, length) = body.room();
+            self.pieces.push(piece);
+            payload = length;
+            ahead_max = HEADER_BYTES;
+        }
         let ahead = self.ahead.room(ahead_max);
         if ahead.iov_len > 0 {
             self.pieces.push(ahead);
@@ -468,7 +387,7 @@ impl Reader {
         let wanted = payload + ahead.iov_len;
         add(&lent.counters.calls, 1);
         // SAFETY: the pieces lie in regions whose gate `guard` holds, in a staging buffer with no copy under way, in the
-        // spare capacity of a vector, in scrap, or in the room of the look-ahead; all outlive the call and no reference
+        // spare capacity of a vector (a message's or a body's), in scrap, or in the room of the look-ahead; all outlive the call and no reference
         // to them exists.
         let result = unsafe { sys::receive_vectored(self.socket.as_fd(), &self.pieces) };
         let received = match &result {
@@ -476,6 +395,10 @@ impl Reader {
             Err(_) => 0,
         };
         let placed = received.min(payload);
+        if let Some(body) = &mut self.body {
+            // SAFETY: the call wrote `placed` bytes into the room that the body gave.
+            unsafe { body.received(placed) };
+        }
         if let Some(chunk) = &mut self.chunk
             && placed > 0
         {
@@ -585,14 +508,8 @@ impl Reader {
 
     /// Acknowledges a chunk, and says so if it was the slot's last.
     fn answer(&mut self, link: &LinkCore, header: &ChunkHeader, state: ChunkState) {
-        let name = ChunkName {
-            slot: header.slot,
-            generation: header.generation,
-            part: header.part,
-            offset: header.offset,
-            length: header.length,
-        };
-        self.acks.extend_from_slice(&LaneHeader::Ack(name, state).encode());
+        self.acks
+            .extend_from_slice(&LaneHeader::Ack(header.name(), state).encode());
         if state == ChunkState::Arrived {
             link.emit(LinkEvent::SlotArrived {
                 slot: header.slot,

@@ -1,15 +1,17 @@
 //! The sending half of a lane: acknowledgements and chunks, several to a call, gathered straight from the regions.
 
-use std::collections::VecDeque;
+use std::collections::{HashMap, VecDeque};
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, TransferId};
-use kvxfer_core::{Error, Time};
+use kvxfer_core::wire::lane::LaneHeader;
+use kvxfer_core::{Error, ErrorKind, Time};
 
 use crate::counters::add;
 use crate::error::TcpError;
+use crate::exports::{OutReference, ReferredTo};
 use crate::link::LinkCore;
 use crate::out_chunk::{Gathered, OutChunk, Pumped, Scratch, piece};
 use crate::staging::StagingPool;
@@ -39,6 +41,8 @@ pub(crate) struct Writer {
     queue: VecDeque<Item>,
     /// Payload bytes in the queue that are not sent.
     queued_bytes: u64,
+    /// References that are sent and not settled: whether they count is asked for once they were followed.
+    referred: HashMap<ChunkName, ReferredTo>,
     /// The socket took all it was given last time.
     pub(crate) writable: bool,
     /// A source's gate became fenced when we left it: somebody may wait for that.
@@ -67,6 +71,26 @@ enum Item {
         sent: usize,
     },
     Chunk(Box<OutChunk>),
+    Reference(Box<OutReference>),
+}
+
+impl Item {
+    /// Some of it is sent: it must not be cut in two.
+    fn has_begun(&self) -> bool {
+        match self {
+            Item::Acks { .. } => false,
+            Item::Chunk(chunk) => chunk.sent > 0,
+            Item::Reference(reference) => reference.sent > 0,
+        }
+    }
+}
+
+/// Who fills the queue.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Filler {
+    DataThread,
+    /// Makes no reference: that may ask a device's driver.
+    Submitter,
 }
 
 impl Writer {
@@ -75,6 +99,7 @@ impl Writer {
             connection: None,
             queue: VecDeque::new(),
             queued_bytes: 0,
+            referred: HashMap::new(),
             writable: false,
             gate_fenced: false,
             settled: false,
@@ -99,9 +124,11 @@ impl Writer {
         self.writable = false;
         self.queue.retain(|item| match item {
             Item::Chunk(chunk) => chunk.is_copying(),
-            Item::Acks { .. } => false,
+            Item::Acks { .. } | Item::Reference(_) => false,
         });
         self.queued_bytes = 0;
+        // The peer may still be reading; nobody will tell it that it counts.
+        self.referred.clear();
     }
 
     /// After [`shut`](Self::shut): lets go of copies that have ended. True while one runs.
@@ -125,7 +152,7 @@ impl Writer {
         self.queue.iter().any(|item| match item {
             // A socket that takes nothing is no reason to hold staging.
             Item::Chunk(chunk) => chunk.is_copying() || (chunk.is_waiting() && self.writable),
-            Item::Acks { .. } => false,
+            Item::Acks { .. } | Item::Reference(_) => false,
         })
     }
 
@@ -140,7 +167,7 @@ impl Writer {
             .iter()
             .map(|item| match item {
                 Item::Acks { bytes, sent } => bytes.len() - sent,
-                Item::Chunk(_) => 0,
+                Item::Chunk(_) | Item::Reference(_) => 0,
             })
             .sum()
     }
@@ -151,10 +178,7 @@ impl Writer {
             acks.clear();
             return;
         }
-        let at = match self.queue.front() {
-            Some(Item::Chunk(chunk)) if chunk.sent > 0 => 1,
-            _ => 0,
-        };
+        let at = usize::from(self.queue.front().is_some_and(Item::has_begun));
         match self.queue.get_mut(at) {
             Some(Item::Acks { bytes, .. }) => {
                 bytes.extend_from_slice(acks);
@@ -170,12 +194,75 @@ impl Writer {
         }
     }
 
+    /// Answers whether what the peer has copied counts: whether its source is still what it was.
+    ///
+    /// # Errors
+    /// It asks about what was not referred to.
+    pub(crate) fn validate(
+        &mut self,
+        link: &LinkCore,
+        asked: &mut Vec<ChunkName>,
+        acks: &mut Vec<u8>,
+    ) -> Result<(), TcpError> {
+        for name in asked.drain(..) {
+            let Some(source) = self.referred.remove(&name) else {
+                let error = Error::new(ErrorKind::Protocol, format!("a question about {name:?}"))
+                    .because("it was not referred to, or was asked about before");
+                return Err(self.peer_error(link, error));
+            };
+            // Whoever closes the gate after this finds that the copy was made before.
+            let guard = source.gate.enter_owned();
+            let counts = guard.is_some();
+            self.gate_fenced |= guard.is_some_and(|guard| guard.leave());
+            acks.extend_from_slice(&LaneHeader::Validated(name, counts).encode());
+        }
+        Ok(())
+    }
+
+    /// Takes what the peer did not: its bytes are sent.
+    ///
+    /// # Errors
+    /// It declines what was not referred to.
+    pub(crate) fn declined(&mut self, link: &LinkCore, names: &mut Vec<ChunkName>, now: Time) -> Result<(), TcpError> {
+        for name in names.drain(..) {
+            let (Some(source), Some(connection)) = (self.referred.remove(&name), &self.connection) else {
+                let error =
+                    Error::new(ErrorKind::Protocol, format!("{name:?} was declined")).because("it was not referred to");
+                return Err(self.peer_error(link, error));
+            };
+            link.exports.send_as_bytes(source.transfer);
+            settle_missing(link, connection.name, name, now);
+            self.settled = true;
+        }
+        Ok(())
+    }
+
+    /// What the peer has acknowledged it asks nothing about any more.
+    pub(crate) fn settle_references(&mut self, names: &mut Vec<ChunkName>) {
+        for name in names.drain(..) {
+            self.referred.remove(&name);
+        }
+    }
+
+    /// Whether there are references that are not settled.
+    pub(crate) fn has_referred(&self) -> bool {
+        !self.referred.is_empty()
+    }
+
+    fn peer_error(&self, link: &LinkCore, source: Error) -> TcpError {
+        let name = self.connection.as_ref().map(|connection| connection.name);
+        TcpError::Peer {
+            place: link.place(name.unwrap_or(LaneName { index: 0, epoch: 0 })),
+            source: Box::new(source),
+        }
+    }
+
     /// Gathers what waits, at most one call's worth, and hands it to the socket.
-    pub(crate) fn send(&mut self, link: &LinkCore, lane: u16, now: Time) -> Result<Sent, TcpError> {
+    pub(crate) fn send(&mut self, link: &LinkCore, lane: u16, filler: Filler, now: Time) -> Result<Sent, TcpError> {
         if self.connection.is_none() {
             return Ok(Sent::Nothing);
         }
-        self.fill(link, lane, now);
+        self.fill(link, lane, filler, now);
         // From here to the end of the call the link cannot count as closed.
         let Some(_open) = link.open.enter() else {
             return Ok(Sent::Nothing);
@@ -191,6 +278,14 @@ impl Writer {
         while index < self.queue.len() && left > 0 && scratch.pieces.len() + 3 < sys::IOVECS_MAX {
             match &mut self.queue[index] {
                 Item::Acks { bytes, sent } => scratch.pieces.push(piece(&bytes[*sent..])),
+                Item::Reference(reference) if reference.sent == 0 && reference.source.gate.is_closed() => {
+                    let name = reference.name;
+                    self.queue.remove(index);
+                    settle_missing(link, connection.name, name, now);
+                    self.settled = true;
+                    continue;
+                }
+                Item::Reference(reference) => scratch.pieces.push(piece(&reference.bytes[reference.sent..])),
                 Item::Chunk(chunk) => match chunk.gather(scratch, &mut left) {
                     Ok(Gathered::Whole) => {}
                     Ok(Gathered::Part) => break,
@@ -326,7 +421,10 @@ impl Writer {
         }
     }
 
-    fn fill(&mut self, link: &LinkCore, lane: u16, now: Time) {
+    fn fill(&mut self, link: &LinkCore, lane: u16, filler: Filler, now: Time) {
+        let Some(staging) = self.connection.as_ref().map(|connection| connection.staging.clone()) else {
+            return;
+        };
         // Staged chunks are taken ahead of the socket: they have a copy to make first.
         if self.staged() > STAGED_MAX / 2 {
             return;
@@ -339,8 +437,23 @@ impl Writer {
             let Some(chunk) = link.sender.lock().next_chunk(lane, now) else {
                 return;
             };
-            self.queued_bytes += u64::from(chunk.header.length);
-            self.queue.push_back(Item::Chunk(Box::new(OutChunk::new(chunk))));
+            let mut descriptions = Vec::new();
+            let reference = match filler {
+                Filler::DataThread => link.exports.refer(&chunk, &staging, &mut descriptions),
+                Filler::Submitter => None,
+            };
+            if !descriptions.is_empty() {
+                let bytes = descriptions;
+                self.queue.push_back(Item::Acks { bytes, sent: 0 });
+            }
+            let item = match reference {
+                Some(reference) => Item::Reference(Box::new(reference)),
+                None => {
+                    self.queued_bytes += u64::from(chunk.header.length);
+                    Item::Chunk(Box::new(OutChunk::new(chunk)))
+                }
+            };
+            self.queue.push_back(item);
         }
     }
 
@@ -354,6 +467,7 @@ impl Writer {
     fn advance(&mut self, link: &LinkCore, lane: u16, mut bytes: u64) {
         let counters = &link.lanes[usize::from(lane)].counters.sent;
         let mut payload = 0;
+        let mut referred = 0;
         let mut chunks = 0;
         while bytes > 0 {
             let done = match self.queue.front_mut() {
@@ -373,14 +487,23 @@ impl Writer {
                     chunks += u64::from(done);
                     done
                 }
+                Some(Item::Reference(reference)) => {
+                    let step = bytes.min((reference.bytes.len() - reference.sent) as u64);
+                    reference.sent += step as usize;
+                    bytes -= step;
+                    reference.sent == reference.bytes.len()
+                }
                 None => break,
             };
-            if done {
-                self.queue.pop_front();
+            if done && let Some(Item::Reference(reference)) = self.queue.pop_front() {
+                chunks += 1;
+                referred += u64::from(reference.name.length);
+                self.referred.insert(reference.name, reference.source);
             }
         }
         self.queued_bytes -= payload;
         add(&counters.bytes, payload);
+        add(&counters.referred, referred);
         add(&counters.chunks, chunks);
     }
 }

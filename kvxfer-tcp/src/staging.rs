@@ -7,7 +7,7 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
 use kvxfer_core::flow::{Gate, OwnedGateGuard};
-use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment, StagingPin};
+use kvxfer_core::memory::{CopyState, CopyTicket, HostView, ImportedRun, MemoryDomain, Region, Segment, StagingPin};
 use kvxfer_core::{Error, ErrorKind};
 use parking_lot::Mutex;
 
@@ -115,7 +115,7 @@ impl StagingPool {
     }
 
     /// Verifies the segments' regions, each once for the transfer or slot behind this gate.
-    fn verify(&self, gate: &Arc<Gate>, regions: &[Arc<Region>], segments: &[Segment]) -> Result<(), Error> {
+    pub(crate) fn verify(&self, gate: &Arc<Gate>, regions: &[Arc<Region>], segments: &[Segment]) -> Result<(), Error> {
         let mut state = self.state.lock();
         let known = |verified: &Verified| std::ptr::eq(verified.gate.as_ptr(), Arc::as_ptr(gate));
         let place = state.verified.iter().rposition(known);
@@ -194,7 +194,8 @@ pub(crate) enum Direction {
     Scatter,
 }
 
-/// A copy between staging and a region, running by itself inside the gate it was started with.
+/// A copy between staging and a region, or from imported memory into one, running by itself inside the gate it was started
+/// with.
 ///
 /// Dropped while it runs (a hung device at shutdown), it leaks the buffer, the regions and its place inside the gate: the gate then
 /// never counts as fenced, which is how the blocks come to be quarantined.
@@ -207,7 +208,7 @@ pub(crate) struct CopyJob {
 
 struct Held {
     gate: OwnedGateGuard,
-    buffer: StagingBuffer,
+    buffer: Option<StagingBuffer>,
     _regions: Arc<[Arc<Region>]>,
 }
 
@@ -250,9 +251,43 @@ impl CopyJob {
                 }
             }
         }
+        CopyJob::running(guard, Some(buffer), regions, runs, failed)
+    }
+
+    /// Starts copying runs of imported regions into the segments, which are all of one domain's. Failures as in
+    /// [`start`](Self::start).
+    pub(crate) fn start_import(
+        from: &[ImportedRun<'_>],
+        regions: Arc<[Arc<Region>]>,
+        segments: &[Segment],
+        staging: &Arc<StagingPool>,
+        (gate, guard): (&Arc<Gate>, OwnedGateGuard),
+    ) -> CopyJob {
+        let started = staging.verify(gate, &regions, segments).and_then(|()| {
+            let Some(first) = segments.first() else {
+                return Ok(None);
+            };
+            let domain = regions[first.region as usize].domain().clone();
+            let ticket = domain.start_import_copy(from, &regions, segments)?;
+            Ok(Some((domain, ticket)))
+        });
+        let (run, failed) = match started {
+            Ok(run) => (run, None),
+            Err(error) => (None, Some(error)),
+        };
+        CopyJob::running(guard, None, regions, run.into_iter().collect(), failed)
+    }
+
+    fn running(
+        gate: OwnedGateGuard,
+        buffer: Option<StagingBuffer>,
+        regions: Arc<[Arc<Region>]>,
+        runs: Vec<(Arc<dyn MemoryDomain>, CopyTicket)>,
+        failed: Option<Error>,
+    ) -> CopyJob {
         CopyJob {
             held: ManuallyDrop::new(Held {
-                gate: guard,
+                gate,
                 buffer,
                 _regions: regions,
             }),
@@ -283,7 +318,7 @@ impl CopyJob {
     }
 
     /// After its end: leaves the gate and gives the buffer back. True if the gate is fenced by that.
-    pub(crate) fn finish(mut self) -> (StagingBuffer, bool) {
+    pub(crate) fn finish(mut self) -> (Option<StagingBuffer>, bool) {
         assert!(self.runs.is_empty(), "a copy that has ended");
         self.taken = true;
         // SAFETY: `taken` keeps `drop` from touching `held` again.

@@ -19,7 +19,9 @@ use parking_lot::Mutex;
 use crate::config::{LANES_MAX, TcpConfig};
 use crate::connect::check_hello;
 use crate::error::TcpError;
-use crate::link::{LinkCore, TcpLink};
+use crate::exports::{ExportHold, ExportTable};
+use crate::host;
+use crate::link::{Lanes, LinkCore, TcpLink};
 use crate::sys;
 use crate::worker::{Worker, WorkerShared};
 
@@ -45,6 +47,7 @@ pub(crate) struct Shared {
     parked: Mutex<Vec<Parked>>,
     any_parked: AtomicBool,
     next_worker: AtomicUsize,
+    exports: Arc<ExportTable>,
 }
 
 struct Parked {
@@ -74,6 +77,7 @@ impl TcpTransport {
             parked: Mutex::default(),
             any_parked: AtomicBool::new(false),
             next_worker: AtomicUsize::new(0),
+            exports: Arc::default(),
         });
         let transport = TcpTransport {
             shared: shared.clone(),
@@ -119,32 +123,56 @@ impl Transport for TcpTransport {
         }
     }
 
-    fn register(&self, _: &[Arc<Region>], _: RegionAccess) -> Result<Registered> {
+    /// Nothing is registered with a device; but what is served of memory without a host view is exported, so that an endpoint
+    /// on this host may copy out of it by itself.
+    fn register(&self, regions: &[Arc<Region>], access: RegionAccess) -> Result<Registered> {
+        let mut hold = ExportHold {
+            table: Arc::clone(&self.shared.exports),
+            regions: Vec::new(),
+        };
+        let (mut exported, mut notes) = (Vec::new(), Vec::new());
+        for region in regions.iter().filter(|_| access.serves) {
+            match self.shared.exports.add(region) {
+                Ok(Some(export)) => {
+                    exported.push(export);
+                    hold.regions.push(Arc::clone(region));
+                }
+                Ok(None) => {}
+                Err(error) => notes.push(format!("staged for endpoints on this host, too: {error}")),
+            }
+        }
         Ok(Registered {
             keys: Vec::new(),
-            notes: Vec::new(),
-            exported: Vec::new(),
-            hold: Box::new(()),
+            notes,
+            exported,
+            hold: Box::new(hold),
         })
     }
 
     fn advertise(&self) -> Vec<u8> {
         let lanes = self.shared.config.lanes.to_le_bytes();
-        vec![ADVERT_VERSION, lanes[0], lanes[1]]
+        let mut advert = vec![ADVERT_VERSION, lanes[0], lanes[1]];
+        advert.extend_from_slice(&host::name());
+        advert
     }
 
     fn connect(&self, peer: LinkPeer, events: Arc<dyn LinkWatcher>) -> Result<Arc<dyn Link>> {
         let shared = &self.shared;
-        let lanes = shared.config.lanes.min(parse_advert(&peer)?);
-        let first = shared.next_worker.fetch_add(usize::from(lanes), Ordering::Relaxed);
+        let count = shared.config.lanes.min(parse_advert(&peer)?);
+        let lanes = Lanes {
+            count,
+            first_worker: shared.next_worker.fetch_add(usize::from(count), Ordering::Relaxed),
+            workers: shared.workers.clone(),
+        };
+        // What it has appended to its advert says that it knows references, too.
+        let here = peer.advert.get(3..).is_some_and(host::is_here);
         let core = shared.links.lock().begin(&peer, || {
             LinkCore::new(
                 peer.clone(),
                 shared.config.clone(),
                 shared.slots.clone(),
                 lanes,
-                first,
-                shared.workers.clone(),
+                here.then(|| shared.exports.clone()),
                 events,
             )
         })?;

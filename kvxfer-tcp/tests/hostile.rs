@@ -9,10 +9,11 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use kvxfer_core::flow::{CHUNK_BYTES_MAX, ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_PART, PartExtent};
+use kvxfer_core::flow::{CHUNK_BYTES_MAX, ChunkHeader, ChunkState, LaneName, MESSAGE_PART, PartExtent};
 use kvxfer_core::memory::Region;
 use kvxfer_core::transport::{Link, LinkEvent, LinkPeer, Transport};
 use kvxfer_core::wire::lane::{HEADER_BYTES, HELLO_BYTES, LaneHeader, LaneHello, Trailer};
+use kvxfer_core::wire::reference::Run;
 use kvxfer_core::{ErrorKind, Generation, Incarnation, SlotId};
 use kvxfer_tcp::TcpConfig;
 use kvxfer_testkit::rng::Rng;
@@ -23,6 +24,7 @@ in_every_world!(
     forged_headers_close_the_lane_and_write_nothing,
     random_bytes_close_the_lane_and_write_nothing,
     refused_chunks_leave_the_lane_clean,
+    forged_references_write_nothing,
 );
 
 const THEM: Incarnation = Incarnation::from_bits(0xbad);
@@ -252,16 +254,9 @@ fn refused_chunks_leave_the_lane_clean(world: &World) {
         (good, ChunkState::Applied, true),
         (good, ChunkState::Applied, true),
     ];
-    let name = |header: &ChunkHeader| ChunkName {
-        slot: header.slot,
-        generation: header.generation,
-        part: header.part,
-        offset: header.offset,
-        length: header.length,
-    };
     // An acknowledgement of something that was never sent is ignored.
     stream
-        .write_all(&LaneHeader::Ack(name(&good), ChunkState::Arrived).encode())
+        .write_all(&LaneHeader::Ack(good.name(), ChunkState::Arrived).encode())
         .unwrap();
     for (index, (header, state, valid)) in cases.into_iter().enumerate() {
         let payload = pattern(index as u64 + 20, 1000);
@@ -272,7 +267,7 @@ fn refused_chunks_leave_the_lane_clean(world: &World) {
         stream.read_exact(&mut answer).unwrap();
         assert_eq!(
             LaneHeader::decode(&answer).unwrap(),
-            LaneHeader::Ack(name(&header), state),
+            LaneHeader::Ack(header.name(), state),
             "case {index}"
         );
         if index == 3 {
@@ -283,6 +278,69 @@ fn refused_chunks_leave_the_lane_clean(world: &World) {
     assert_eq!(victim.log.lost().len(), 0);
     let progress = victim.node.slots.progress(slot, generation).unwrap();
     assert_eq!(progress.applied_bytes, 1000);
+    assert_live(world, victim);
+}
+
+/// What is said of references that were never made closes the lane; references to memory that is not there, or to more of it
+/// than there is, are declined.
+fn forged_references_write_nothing(world: &World) {
+    let mut victim = Victim::new(world);
+    let (regions, before, slot, generation) = grant(world, &victim);
+    let good = header(slot, generation);
+    let reference = |runs: &[(u32, u32, u64)]| {
+        let mut bytes = Vec::new();
+        for &(export, length, offset) in runs {
+            let run = Run { export, length, offset };
+            run.encode(&mut bytes);
+        }
+        let header = LaneHeader::Reference {
+            chunk: good,
+            bytes: bytes.len() as u32,
+        };
+        [&header.encode()[..], &bytes].concat()
+    };
+    let fatal = [
+        (
+            "an answer that nobody asked for",
+            LaneHeader::Validated(good.name(), true).encode().to_vec(),
+        ),
+        (
+            "a question about nothing",
+            LaneHeader::Validate(good.name()).encode().to_vec(),
+        ),
+        (
+            "a refusal of nothing",
+            LaneHeader::Declined(good.name()).encode().to_vec(),
+        ),
+        ("runs too short", reference(&[(1, 999, 0)])),
+        ("runs too long", reference(&[(1, 999, 0), (1, 2, 0)])),
+        ("a run of nothing", reference(&[(1, 1000, 0), (1, 0, 0)])),
+        ("a run that wraps", reference(&[(1, 1000, u64::MAX - 10)])),
+    ];
+    for (what, bytes) in fatal {
+        let mut stream = victim.lane();
+        stream.write_all(&bytes).unwrap();
+        let error = victim.lost();
+        assert_eq!(error.kind(), ErrorKind::Protocol, "{what}: {error}");
+        assert!(closed(&mut stream), "{what}");
+    }
+    let mut stream = victim.lane();
+    // More than is listened to, of exports that there are not; one that is said to be mapped, of what was not exported.
+    for number in 0..9000 {
+        let header = LaneHeader::Export { number, bytes: 8 };
+        stream.write_all(&header.encode()).unwrap();
+        stream.write_all(&pattern(u64::from(number), 8)).unwrap();
+    }
+    stream.write_all(&LaneHeader::Imported { number: 7 }.encode()).unwrap();
+    for runs in [[(1, 1000, 0)], [(8999, 1000, 5)], [(7, 1000, 1 << 50)]] {
+        stream.write_all(&reference(&runs)).unwrap();
+        let mut answer = [0; HEADER_BYTES];
+        stream.read_exact(&mut answer).unwrap();
+        assert_eq!(LaneHeader::decode(&answer).unwrap(), LaneHeader::Declined(good.name()));
+    }
+    assert!(read(&regions) == before, "something was written");
+    let progress = victim.node.slots.progress(slot, generation).unwrap();
+    assert_eq!((progress.applied_bytes, progress.arrived), (0, false));
     assert_live(world, victim);
 }
 

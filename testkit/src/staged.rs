@@ -11,12 +11,19 @@ use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment, StagingPin};
+use kvxfer_core::memory::{
+    CopyState, CopyTicket, Exported, HostView, Imported, ImportedRun, MemoryDomain, Region, Segment, StagingPin,
+};
 use kvxfer_core::{Error, ErrorKind, Result};
-use parking_lot::{Condvar, Mutex};
+use parking_lot::{Condvar, Mutex, MutexGuard};
 use rustix::mm::{MapFlags, ProtFlags};
 
 use crate::rng::{Rng, mix};
+
+mod sharing;
+
+use sharing::InFlight;
+pub use sharing::Sharing;
 
 /// What a staging buffer is filled with while a gather into it runs: who sends it before `Done` sends this.
 const UNFINISHED: u8 = 0xEB;
@@ -26,7 +33,11 @@ const UNFINISHED: u8 = 0xEB;
 pub struct StagedMemory {
     shared: Arc<Shared>,
     copier: Mutex<Option<JoinHandle<()>>>,
+    sharing: Sharing,
 }
+
+/// A piece of a region: its bytes, where it begins, how long it is.
+type Piece = (Weak<Storage>, usize, usize);
 
 impl StagedMemory {
     /// A domain whose copies take up to `delay_max` longer than they must. The delays follow from the seed.
@@ -63,6 +74,7 @@ impl StagedMemory {
         Ok(Arc::new(StagedMemory {
             shared,
             copier: Mutex::new(Some(copier)),
+            sharing: Sharing::default(),
         }))
     }
 
@@ -116,24 +128,19 @@ impl StagedMemory {
         self.shared.state.lock().pinned.iter().map(|buffer| buffer.length).sum()
     }
 
+    /// How it is shared with other domains; not at all, to begin with.
+    pub fn sharing(&self) -> &Sharing {
+        &self.sharing
+    }
+
     /// Copies finished so far: shows that the staged path was really taken.
     pub fn copies_done(&self) -> u64 {
         self.shared.state.lock().copies_done
     }
 
     fn start(&self, regions: &[Arc<Region>], segments: &[Segment], staging: HostView, way: Way) -> Result<CopyTicket> {
-        let mut pieces = Vec::with_capacity(segments.len());
-        let mut total = 0u64;
         let mut state = self.shared.state.lock();
-        for segment in segments {
-            let region = regions.get(segment.region as usize).ok_or_else(|| {
-                Error::new(ErrorKind::OutOfBounds, format!("region index {}", segment.region))
-                    .because(format!("the list has {} regions", regions.len()))
-            })?;
-            region.check(segment.offset, segment.length)?;
-            pieces.push((state.storage(region)?, segment.offset as usize, segment.length as usize));
-            total += segment.length;
-        }
+        let (pieces, total) = state.pieces(regions, segments)?;
         if total > staging.length as u64 {
             return Err(Error::new(ErrorKind::OutOfBounds, format!("{total} bytes of segments"))
                 .because(format!("the staging buffer has {} bytes", staging.length)));
@@ -165,6 +172,11 @@ impl StagedMemory {
             // SAFETY: as above; nothing writes the buffer now.
             Way::Scatter => Some(checksum(unsafe { staging.bytes() })),
         };
+        let from = From::Staging(expected);
+        Ok(self.queue(state, staging, from, pieces))
+    }
+
+    fn queue(&self, mut state: MutexGuard<'_, State>, staging: Staging, from: From, pieces: Vec<Piece>) -> CopyTicket {
         let ticket = CopyTicket(state.next_ticket);
         state.next_ticket += 1;
         let delay_ns = self.shared.delay_max.as_nanos() as u64;
@@ -175,11 +187,11 @@ impl StagedMemory {
             due: Instant::now() + delay,
             staging,
             pieces,
-            expected,
+            from,
         });
         drop(state);
         self.shared.changed.notify_all();
-        Ok(ticket)
+        ticket
     }
 }
 
@@ -243,6 +255,32 @@ impl MemoryDomain for StagedMemory {
 
     fn start_scatter(&self, staging: HostView, regions: &[Arc<Region>], segments: &[Segment]) -> Result<CopyTicket> {
         self.start(regions, segments, staging, Way::Scatter)
+    }
+
+    fn export(&self, region: &Arc<Region>) -> Option<Result<Arc<dyn Exported>>> {
+        self.sharing.export(self, region)
+    }
+
+    fn import(&self, description: &[u8]) -> Option<Arc<dyn Imported>> {
+        self.sharing.import(description)
+    }
+
+    fn start_import_copy(
+        &self,
+        from: &[ImportedRun<'_>],
+        regions: &[Arc<Region>],
+        segments: &[Segment],
+    ) -> Result<CopyTicket> {
+        let held = sharing::hold(from)?;
+        let state = self.shared.state.lock();
+        let (pieces, total) = state.pieces(regions, segments)?;
+        if from.iter().map(|run| run.length).sum::<u64>() != total {
+            return Err(Error::new(ErrorKind::OutOfBounds, format!("{total} bytes of segments"))
+                .because("the runs have another sum"));
+        }
+        self.sharing.copies.fetch_add(1, std::sync::atomic::Ordering::SeqCst);
+        let nowhere = Staging { address: 0, length: 0 };
+        Ok(self.queue(state, nowhere, From::Import(held), pieces))
     }
 
     fn poll_copy(&self, ticket: CopyTicket) -> Result<CopyState> {
@@ -309,6 +347,22 @@ struct State {
 }
 
 impl State {
+    /// The segments' storage, and their bytes in all.
+    fn pieces(&self, regions: &[Arc<Region>], segments: &[Segment]) -> Result<(Vec<Piece>, u64)> {
+        let mut pieces = Vec::with_capacity(segments.len());
+        let mut total = 0u64;
+        for segment in segments {
+            let region = regions.get(segment.region as usize).ok_or_else(|| {
+                Error::new(ErrorKind::OutOfBounds, format!("region index {}", segment.region))
+                    .because(format!("the list has {} regions", regions.len()))
+            })?;
+            region.check(segment.offset, segment.length)?;
+            pieces.push((self.storage(region)?, segment.offset as usize, segment.length as usize));
+            total += segment.length;
+        }
+        Ok((pieces, total))
+    }
+
     fn storage(&self, region: &Region) -> Result<Weak<Storage>> {
         self.storages.get(&region.address()).cloned().ok_or_else(|| {
             Error::new(ErrorKind::NotRegistered, format!("region at {:#x}", region.address()))
@@ -368,13 +422,25 @@ struct Job {
     ticket: CopyTicket,
     due: Instant,
     staging: Staging,
-    pieces: Vec<(Weak<Storage>, usize, usize)>,
-    // Scatters only: what the buffer's bytes must still be when the copy runs.
-    expected: Option<u64>,
+    pieces: Vec<Piece>,
+    from: From,
+}
+
+/// Where a copy's bytes come from, or go to.
+#[derive(Debug)]
+enum From {
+    /// A staging buffer. Of a scatter: what its bytes must still be when the copy runs.
+    Staging(Option<u64>),
+    /// Another domain's memory.
+    Import(InFlight),
 }
 
 impl Job {
     fn copy(&self) -> Result<(), String> {
+        let expected = match &self.from {
+            From::Staging(expected) => *expected,
+            From::Import(held) => return self.copy_import(held),
+        };
         let who = format!(
             "ticket {} on staging buffer {:#x}+{}",
             self.ticket.0, self.staging.address, self.staging.length
@@ -382,7 +448,7 @@ impl Job {
         let mut position = 0;
         // SAFETY: the caller of `start_*` keeps the buffer alive until `Done`, which is set after this.
         let staging = unsafe { self.staging.bytes_mut() };
-        match self.expected {
+        match expected {
             Some(sum) if checksum(staging) != sum => {
                 return Err(format!("{who}: rewritten before its scatter was done"));
             }
@@ -398,11 +464,25 @@ impl Job {
             let mut bytes = storage.bytes.lock();
             let run = &mut bytes[*offset..offset + length];
             let part = &mut staging[position..position + length];
-            match self.expected {
+            match expected {
                 Some(_) => run.copy_from_slice(part),
                 None => part.copy_from_slice(run),
             }
             position += length;
+        }
+        Ok(())
+    }
+
+    fn copy_import(&self, held: &InFlight) -> Result<(), String> {
+        let who = format!("ticket {}", self.ticket.0);
+        let mut bytes = held.read().map_err(|why| format!("{who}: {why}"))?;
+        for (storage, offset, length) in &self.pieces {
+            let Some(storage) = storage.upgrade() else {
+                return Err(format!("{who}: the region was dropped before the copy was done"));
+            };
+            let rest = bytes.split_off(*length);
+            storage.bytes.lock()[*offset..offset + length].copy_from_slice(&bytes);
+            bytes = rest;
         }
         Ok(())
     }

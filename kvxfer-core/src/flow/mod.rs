@@ -202,7 +202,7 @@ pub struct SlotProgress {
 }
 
 /// A chunk by name, as in a lane fence.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct ChunkName {
     /// The receiver's slot.
     pub slot: SlotId,

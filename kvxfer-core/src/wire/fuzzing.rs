@@ -2,6 +2,7 @@
 //! something was parsed, and panics if a parser is not total or does not agree with its encoder.
 
 use super::lane::{HEADER_BYTES, HELLO_BYTES, LaneHeader, LaneHello, TRAILER_BYTES, Trailer};
+use super::reference::Run;
 use super::{EndpointAddress, FRAME_HEADER_BYTES, Grant, decode, encode, frame, grant, lane};
 use crate::layout::PoolLayout;
 
@@ -30,7 +31,7 @@ pub fn session_frame(bytes: &[u8]) -> bool {
     parsed
 }
 
-/// The first bytes of a lane, a header and a trailer: as they are, and with right checksums.
+/// The first bytes of a lane, a header, a trailer and a reference's runs: as they are, and with right checksums.
 pub fn lane_bytes(bytes: &[u8]) -> bool {
     let mut some = false;
     if let Some(hello) = bytes.first_chunk::<HELLO_BYTES>() {
@@ -54,6 +55,17 @@ pub fn lane_bytes(bytes: &[u8]) -> bool {
         && let Ok(parsed) = Trailer::decode(trailer)
     {
         assert_eq!(parsed.encode(), *trailer);
+        some = true;
+    }
+    // A reference's runs, whose sum is then what the first one says.
+    let total = bytes
+        .get(4..8)
+        .and_then(|length| length.try_into().ok())
+        .map_or(0, u32::from_le_bytes);
+    if let Ok(runs) = Run::decode_all(bytes, total) {
+        let mut again = Vec::new();
+        runs.iter().for_each(|run| run.encode(&mut again));
+        assert_eq!(again, bytes);
         some = true;
     }
     some

@@ -1,15 +1,17 @@
-//! Headers on data lanes: a hello, then chunks and acknowledgements, both ways.
+//! Headers on data lanes: a hello, then chunks, references and acknowledgements, both ways.
 
 use crc_fast::{CrcAlgorithm, Digest};
 use zerocopy::little_endian::{U16, U32, U64, U128};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned, transmute};
 
 use super::crc::crc32c;
+use super::reference::{REFERENCE_BYTES_MAX, RUN_BYTES};
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::{
     CHUNK_BYTES_MAX, ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_BYTES_MAX, MESSAGE_PART, PartExtent,
 };
 use crate::id::{Generation, Incarnation, SlotId};
+use crate::memory::EXPORT_BYTES_MAX;
 
 /// Bytes of every header on a lane after the hello.
 pub const HEADER_BYTES: usize = 56;
@@ -26,6 +28,12 @@ const TRAILER_MAGIC: [u8; 4] = *b"KVXT";
 
 const KIND_CHUNK: u8 = 1;
 const KIND_ACK: u8 = 2;
+const KIND_EXPORT: u8 = 3;
+const KIND_IMPORTED: u8 = 4;
+const KIND_REFERENCE: u8 = 5;
+const KIND_DECLINED: u8 = 6;
+const KIND_VALIDATE: u8 = 7;
+const KIND_VALIDATED: u8 = 8;
 
 const FLAG_STATES: u8 = 1;
 const FLAG_MESSAGE: u8 = 2;
@@ -65,7 +73,8 @@ struct RawHeader {
     token_end: U32,
     layer_start: U16,
     layer_end: U16,
-    reserved_tail: [u8; 8],
+    body: U32,
+    reserved_tail: [u8; 4],
     crc: U32,
 }
 
@@ -160,27 +169,56 @@ pub enum LaneHeader {
     Chunk(ChunkHeader),
     /// Nothing follows.
     Ack(ChunkName, ChunkState),
+    /// From the sender: `bytes` bytes follow, the description of a region that the receiver may map if it is on this host.
+    Export {
+        /// The sender's number of it on this link, never used again.
+        number: u32,
+        /// 1 to [`EXPORT_BYTES_MAX`].
+        bytes: u32,
+    },
+    /// From the receiver: it has mapped this export, and takes references to it. Nothing follows.
+    Imported {
+        /// The sender's number of it.
+        number: u32,
+    },
+    /// In place of a chunk's bytes: `bytes` bytes of [runs](super::reference) follow, and no trailer. The receiver copies by itself.
+    Reference {
+        /// The chunk.
+        chunk: ChunkHeader,
+        /// Bytes of its runs.
+        bytes: u32,
+    },
+    /// From the receiver: it did not take this reference; the chunk's bytes are wanted. Nothing follows.
+    Declined(ChunkName),
+    /// From the receiver: it has copied what was referred to. Does it still count? Nothing follows.
+    Validate(ChunkName),
+    /// The answer: whether the source was not taken back before the question came. Nothing follows.
+    Validated(ChunkName, bool),
 }
 
 impl LaneHeader {
     /// Wire form, with its CRC32C.
     pub fn encode(&self) -> [u8; HEADER_BYTES] {
         let mut raw = match self {
-            LaneHeader::Chunk(chunk) => RawHeader {
-                kind: KIND_CHUNK,
-                flags: flag(chunk.extent.states, FLAG_STATES)
-                    | flag(chunk.has_message, FLAG_MESSAGE)
-                    | flag(chunk.checksummed, FLAG_CHECKSUM),
-                token_start: chunk.extent.token_start.into(),
-                token_end: chunk.extent.token_end.into(),
-                layer_start: chunk.extent.layer_start.into(),
-                layer_end: chunk.extent.layer_end.into(),
-                ..RawHeader::named(&chunk.name())
-            },
+            LaneHeader::Chunk(chunk) => RawHeader::of_chunk(KIND_CHUNK, chunk),
             LaneHeader::Ack(name, state) => RawHeader {
-                kind: KIND_ACK,
                 state: state_number(*state),
-                ..RawHeader::named(name)
+                ..RawHeader::named(KIND_ACK, name)
+            },
+            LaneHeader::Export { number, bytes } => RawHeader {
+                body: (*bytes).into(),
+                ..RawHeader::numbered(KIND_EXPORT, *number)
+            },
+            LaneHeader::Imported { number } => RawHeader::numbered(KIND_IMPORTED, *number),
+            LaneHeader::Reference { chunk, bytes } => RawHeader {
+                body: (*bytes).into(),
+                ..RawHeader::of_chunk(KIND_REFERENCE, chunk)
+            },
+            LaneHeader::Declined(name) => RawHeader::named(KIND_DECLINED, name),
+            LaneHeader::Validate(name) => RawHeader::named(KIND_VALIDATE, name),
+            LaneHeader::Validated(name, counts) => RawHeader {
+                state: u8::from(*counts),
+                ..RawHeader::named(KIND_VALIDATED, name)
             },
         };
         raw.crc = crc_before(raw.as_bytes()).into();
@@ -198,23 +236,63 @@ impl LaneHeader {
             return Err(broken(what, format!("it begins with {:02x?}, not KVXD", raw.magic)));
         }
         check_crc(what, bytes, raw.crc)?;
-        if raw.reserved != 0 || raw.reserved_tail != [0; 8] {
+        let has_body = matches!(raw.kind, KIND_EXPORT | KIND_REFERENCE);
+        if raw.reserved != 0 || raw.reserved_tail != [0; 4] || (raw.body.get() != 0 && !has_body) {
             return Err(broken(what, "reserved bytes are not zero".into()));
         }
         match raw.kind {
             KIND_CHUNK => raw.chunk().map(LaneHeader::Chunk),
             KIND_ACK => raw.acknowledgement().map(|(name, state)| LaneHeader::Ack(name, state)),
+            KIND_EXPORT => raw.export(),
+            KIND_IMPORTED => raw.number().map(|number| LaneHeader::Imported { number }),
+            KIND_REFERENCE => raw.reference(),
+            KIND_DECLINED => raw
+                .bare_name("a declined reference", 0)
+                .map(|(name, _)| LaneHeader::Declined(name)),
+            KIND_VALIDATE => raw
+                .bare_name("a question", 0)
+                .map(|(name, _)| LaneHeader::Validate(name)),
+            KIND_VALIDATED => {
+                let answer = raw.bare_name("an answer", 1);
+                answer.map(|(name, state)| LaneHeader::Validated(name, state == 1))
+            }
             kind => Err(broken(what, format!("kind {kind} is not known"))),
         }
     }
 }
 
 impl RawHeader {
+    /// A header with a chunk's name and extent.
+    fn of_chunk(kind: u8, chunk: &ChunkHeader) -> RawHeader {
+        RawHeader {
+            flags: flag(chunk.extent.states, FLAG_STATES)
+                | flag(chunk.has_message, FLAG_MESSAGE)
+                | flag(chunk.checksummed, FLAG_CHECKSUM),
+            token_start: chunk.extent.token_start.into(),
+            token_end: chunk.extent.token_end.into(),
+            layer_start: chunk.extent.layer_start.into(),
+            layer_end: chunk.extent.layer_end.into(),
+            ..RawHeader::named(kind, &chunk.name())
+        }
+    }
+
+    /// A header with an export's number, which stands where others have their slot, and nothing else.
+    fn numbered(kind: u8, number: u32) -> RawHeader {
+        let name = ChunkName {
+            slot: SlotId(number),
+            generation: Generation(0),
+            part: 0,
+            offset: 0,
+            length: 0,
+        };
+        RawHeader::named(kind, &name)
+    }
+
     /// A header with this name and nothing else.
-    fn named(name: &ChunkName) -> RawHeader {
+    fn named(kind: u8, name: &ChunkName) -> RawHeader {
         RawHeader {
             magic: HEADER_MAGIC,
-            kind: 0,
+            kind,
             flags: 0,
             state: 0,
             reserved: 0,
@@ -227,7 +305,8 @@ impl RawHeader {
             token_end: 0.into(),
             layer_start: 0.into(),
             layer_end: 0.into(),
-            reserved_tail: [0; 8],
+            body: 0.into(),
+            reserved_tail: [0; 4],
             crc: 0.into(),
         }
     }
@@ -296,6 +375,15 @@ impl RawHeader {
 
     fn acknowledgement(&self) -> Result<(ChunkName, ChunkState)> {
         let what = "an acknowledgement";
+        let (name, state) = self.bare_name(what, u8::MAX)?;
+        match state_of(state) {
+            Some(state) => Ok((name, state)),
+            None => Err(broken(what, format!("state {state} is not known"))),
+        }
+    }
+
+    /// A name and a state, without flags or an extent.
+    fn bare_name(&self, what: &str, state_max: u8) -> Result<(ChunkName, u8)> {
         let name = self.name()?;
         let extent = (
             self.token_start.get(),
@@ -306,10 +394,51 @@ impl RawHeader {
         if self.flags != 0 || extent != (0, 0, 0, 0) {
             return Err(broken(what, "it has flags or an extent".into()));
         }
-        match state_of(self.state) {
-            Some(state) => Ok((name, state)),
-            None => Err(broken(what, format!("state {} is not known", self.state))),
+        if self.state > state_max {
+            return Err(broken(what, format!("state {} is not known", self.state)));
         }
+        Ok((name, self.state))
+    }
+
+    /// A number and nothing else.
+    fn number(&self) -> Result<u32> {
+        let what = "an export's header";
+        let (name, _) = self.bare_name(what, 0)?;
+        if (name.generation.0, name.part, name.offset, name.length) != (0, 0, 0, 0) {
+            return Err(broken(what, "it names a chunk".into()));
+        }
+        Ok(name.slot.0)
+    }
+
+    fn export(&self) -> Result<LaneHeader> {
+        let (number, bytes) = (self.number()?, self.body.get());
+        if bytes == 0 || bytes as usize > EXPORT_BYTES_MAX {
+            return Err(broken(
+                "an export's header",
+                format!("its description has {bytes} bytes, which are 1 to {EXPORT_BYTES_MAX}"),
+            ));
+        }
+        Ok(LaneHeader::Export { number, bytes })
+    }
+
+    fn reference(&self) -> Result<LaneHeader> {
+        let what = "a reference's header";
+        let (chunk, bytes) = (self.chunk()?, self.body.get());
+        if chunk.part == MESSAGE_PART || chunk.checksummed {
+            return Err(broken(
+                what,
+                "messages and what has a checksum are sent as bytes".into(),
+            ));
+        }
+        if bytes == 0 || bytes as usize > REFERENCE_BYTES_MAX || !(bytes as usize).is_multiple_of(RUN_BYTES) {
+            return Err(broken(
+                what,
+                format!(
+                    "{bytes} bytes are no list of runs (of {RUN_BYTES} bytes, {REFERENCE_BYTES_MAX} in all at most)"
+                ),
+            ));
+        }
+        Ok(LaneHeader::Reference { chunk, bytes })
     }
 }
 

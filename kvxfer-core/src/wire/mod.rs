@@ -22,6 +22,7 @@ pub mod fuzzing;
 mod grant;
 pub mod lane;
 pub mod limits;
+pub mod reference;
 
 pub use frame::{FRAME_HEADER_BYTES, PROTOCOL_VERSIONS, body_length, decode, encode, is_session};
 pub use limits::FRAME_BODY_BYTES_MAX;

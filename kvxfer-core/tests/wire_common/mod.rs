@@ -6,8 +6,10 @@ use std::net::{Ipv4Addr, Ipv6Addr, SocketAddr, SocketAddrV6};
 use kvxfer_core::error::{Error, ErrorKind};
 use kvxfer_core::flow::{ChunkHeader, ChunkName, ChunkState, LaneName, MESSAGE_PART, PartExtent};
 use kvxfer_core::layout::{Arrangement, BlockDescriptor, GroupSelection, HeadRange, Model, PoolLayout, Selection};
+use kvxfer_core::memory::EXPORT_BYTES_MAX;
 use kvxfer_core::plan::{Scope, Target};
 use kvxfer_core::wire::lane::{LaneHeader, LaneHello, Trailer};
+use kvxfer_core::wire::reference::{RUN_BYTES, RUNS_MAX};
 use kvxfer_core::wire::{
     Access, AuthOffer, ClaimMessage, EndpointAddress, Frame, Grant, Hello, Message, PoolAdvert, RankCoordinates,
     Resume, Verdict,
@@ -197,6 +199,19 @@ pub fn lane_header() -> impl Strategy<Value = LaneHeader> {
     prop_oneof![
         chunk_header().prop_map(LaneHeader::Chunk),
         (chunk_name(), chunk_state()).prop_map(|(name, state)| LaneHeader::Ack(name, state)),
+        (any::<u32>(), 1..=EXPORT_BYTES_MAX as u32).prop_map(|(number, bytes)| LaneHeader::Export { number, bytes }),
+        any::<u32>().prop_map(|number| LaneHeader::Imported { number }),
+        (chunk_header(), 1..=RUNS_MAX).prop_filter_map("messages are not referred to", |(chunk, runs)| {
+            let bytes = (runs * RUN_BYTES) as u32;
+            let chunk = ChunkHeader {
+                checksummed: false,
+                ..chunk
+            };
+            (chunk.part != MESSAGE_PART).then_some(LaneHeader::Reference { chunk, bytes })
+        }),
+        chunk_name().prop_map(LaneHeader::Declined),
+        chunk_name().prop_map(LaneHeader::Validate),
+        (chunk_name(), any::<bool>()).prop_map(|(name, counts)| LaneHeader::Validated(name, counts)),
     ]
 }
 

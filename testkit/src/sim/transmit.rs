@@ -381,6 +381,7 @@ impl World {
                 self.wake_link(link);
             }
             Ok(LaneHeader::Chunk(header)) => self.begin_chunk(lane, end, link, header),
+            Ok(header) => self.fail("wire", format!("nobody here refers to memory: {header:?}")),
             Err(error) => self.fail("wire", format!("a lane header does not come back: {error}")),
         }
     }

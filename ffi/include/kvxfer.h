@@ -1036,14 +1036,17 @@ kvx_status kvx_pool_copy_out(kvx_pool pool,
                              size_t length);
 
 // Takes the pool out of use. The handle stays, to be freed.
-// KVX_ERR_BUSY while a handle or a kept verdict refers to it; it stays usable then.
+// KVX_ERR_BUSY while a handle or a kept verdict refers to it; it stays usable then. KVX_ERR_BUSY also while other
+// endpoints on this host have its GPU memory mapped: it is out of use then, they have been told to let go, and the memory
+// must stay until another call says KVX_OK (mostly within milliseconds).
 kvx_status kvx_pool_close(kvx_pool pool);
 
 // As kvx_pool_close, waiting for what refers to the pool to end. May block, up to timeout_ms.
 kvx_status kvx_pool_close_wait(kvx_pool pool, uint64_t timeout_ms);
 
 // Takes the pool out of use for a while, so that its memory may be remapped: until kvx_pool_resume nothing of it is read
-// or written. KVX_ERR_BUSY while a handle refers to it.
+// or written. KVX_ERR_BUSY while a handle refers to it, and while other endpoints on this host have its GPU memory mapped, as
+// with kvx_pool_close: call it again then.
 kvx_status kvx_pool_suspend(kvx_pool pool);
 
 // Puts a suspended pool into use again, with the same layout at the same addresses.

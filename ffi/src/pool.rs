@@ -256,7 +256,9 @@ pub unsafe extern "C" fn kvx_pool_copy_out(
 }
 
 /// Takes the pool out of use. The handle stays, to be freed.
-/// KVX_ERR_BUSY while a handle or a kept verdict refers to it; it stays usable then.
+/// KVX_ERR_BUSY while a handle or a kept verdict refers to it; it stays usable then. KVX_ERR_BUSY also while other
+/// endpoints on this host have its GPU memory mapped: it is out of use then, they have been told to let go, and the memory
+/// must stay until another call says KVX_OK (mostly within milliseconds).
 #[unsafe(no_mangle)]
 pub extern "C" fn kvx_pool_close(pool: kvx_pool) -> kvx_status {
     call(|| table::get::<Pool>(pool)?.close())
@@ -269,7 +271,8 @@ pub extern "C" fn kvx_pool_close_wait(pool: kvx_pool, timeout_ms: u64) -> kvx_st
 }
 
 /// Takes the pool out of use for a while, so that its memory may be remapped: until kvx_pool_resume nothing of it is read
-/// or written. KVX_ERR_BUSY while a handle refers to it.
+/// or written. KVX_ERR_BUSY while a handle refers to it, and while other endpoints on this host have its GPU memory mapped, as
+/// with kvx_pool_close: call it again then.
 #[unsafe(no_mangle)]
 pub extern "C" fn kvx_pool_suspend(pool: kvx_pool) -> kvx_status {
     call(|| table::get::<Pool>(pool)?.suspend())

@@ -22,6 +22,7 @@ use crate::event::{self, CapturedEvent, Captures, Then, Watcher};
 use crate::hold::{self, Holds, StreamHold};
 use crate::pointer::{self, Pointer};
 use crate::probe::{self, DeviceFacts, Facts};
+use crate::share::Share;
 
 /// The CUDA driver, loaded. Clones are the same one.
 ///
@@ -39,6 +40,8 @@ struct Inner {
     domains: Mutex<BTreeMap<i32, Arc<Domain>>>,
     holds: Mutex<Option<Arc<Holds>>>,
     pins: Arc<Pins>,
+    /// What goes from endpoint to endpoint on one host, if it may.
+    share: Option<Arc<Share>>,
     config: CudaConfig,
     facts: Facts,
     driver: Arc<Driver>,
@@ -59,6 +62,7 @@ impl Cuda {
                 domains: Mutex::default(),
                 holds: Mutex::default(),
                 pins: Arc::default(),
+                share: config.share.then(|| Share::new(&facts.devices)),
                 config: config.clone(),
                 facts,
                 driver,
@@ -148,7 +152,8 @@ impl Cuda {
         Ok(unsafe { holds.hold(driver, held.stream) }?)
     }
 
-    /// What is counted: the driver's calls by function, copies and their bytes by device and way, page-locked bytes, events.
+    /// What is counted: the driver's calls by function, copies and their bytes by device and way, page-locked bytes, events,
+    /// memory that is shared with other endpoints on this host.
     pub fn counters(&self) -> Vec<Counter> {
         let calls = self.inner.driver.calls().filter(|(_, count)| *count > 0);
         let mut counters: Vec<Counter> = calls
@@ -166,16 +171,21 @@ impl Cuda {
         for domain in self.inner.domains.lock().values() {
             domain.report(&mut counters);
         }
+        if let Some(share) = &self.inner.share {
+            share.report(&mut counters);
+        }
         counters
     }
 
-    /// Why something is done in another way than the best, a line for each: no copy kernels, no batched copies.
+    /// Why something is done in another way than the best, a line for each: no copy kernels, no batched copies, another
+    /// endpoint's memory that could not be mapped.
     pub fn notes(&self) -> Vec<String> {
-        self.inner
-            .domains
-            .lock()
+        let shared = self.inner.share.iter().flat_map(|share| share.notes());
+        let domains = self.inner.domains.lock();
+        domains
             .values()
             .flat_map(|domain| domain.notes())
+            .chain(shared)
             .collect()
     }
 }
@@ -183,6 +193,15 @@ impl Cuda {
 impl fmt::Debug for Cuda {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.inner.driver.fmt(f)
+    }
+}
+
+impl Drop for Inner {
+    /// What others have mapped is asked back: whose memory it is may free it when the driver's last user is gone.
+    fn drop(&mut self) {
+        if let Some(share) = &self.share {
+            share.close();
+        }
     }
 }
 
@@ -195,7 +214,7 @@ impl Inner {
             return Ok(Arc::clone(domain));
         }
         let facts = self.device(|device| device.ordinal == ordinal)?;
-        let domain = Domain::open(&self.driver, facts, self.config.gather, &self.pins, owner)?;
+        let domain = Domain::open(&self.driver, facts, self.config.gather, &self.pins, &self.share, owner)?;
         domains.insert(ordinal, Arc::clone(&domain));
         Ok(domain)
     }

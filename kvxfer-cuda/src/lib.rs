@@ -5,8 +5,8 @@
 //!   fails. Nothing else of the crate knows how a function is found.
 //! * [`probe()`] says what a machine has and why not more, without making anything on a device.
 //! * [`Cuda`] is the driver in use. It classifies addresses by asking, makes regions of device memory (whose domain moves
-//!   their bytes to and from staging, exports them as dmabufs, and knows whether they are still what they were), captures
-//!   events, and lets streams wait.
+//!   their bytes to and from staging, exports them as dmabufs and to other endpoints on the host, and knows whether they are
+//!   still what they were), captures events, and lets streams wait.
 //!
 //! # With and without CUDA
 //! Nothing is linked. Without the library, with one that is too old, and without devices the answer is an
@@ -43,6 +43,7 @@ mod hold;
 mod kernels;
 mod pointer;
 mod probe;
+mod share;
 
 pub use config::{CudaConfig, Gather};
 pub use cuda::Cuda;

@@ -77,6 +77,8 @@ pub struct Mapping {
     pub vmm: bool,
     /// Whether it was made so that network devices may reach it.
     pub gpudirect: bool,
+    /// Whether a mapping of virtual memory management was made so that other processes may be given a descriptor of it.
+    pub shareable: bool,
     /// The driver's number of it; `None`: it gives none.
     pub buffer_id: Option<u64>,
 }
@@ -236,17 +238,28 @@ fn mapping_at(driver: &Driver, said: Said, address: u64) -> Result<Mapping, Refu
             code: Code::NOT_FOUND,
         });
     }
-    let made = made_for_gpudirect(driver, address)?;
+    let made = how_made(driver, address)?;
     Ok(Mapping {
         extent,
         vmm: made.is_some(),
-        gpudirect: made.unwrap_or(true),
+        gpudirect: made.is_none_or(|made| made.gpudirect),
+        shareable: made.is_some_and(|made| made.shareable),
         buffer_id: said.buffer_id(),
     })
 }
 
-/// Whether a mapping of virtual memory management was made for GPUDirect; `None` if the address is in no such mapping.
-fn made_for_gpudirect(driver: &Driver, address: u64) -> Result<Option<bool>, Refused> {
+/// What a mapping of virtual memory management was made for.
+#[derive(Debug, Clone, Copy)]
+struct Made {
+    gpudirect: bool,
+    shareable: bool,
+}
+
+/// `CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR`, one bit of several.
+pub(crate) const POSIX_DESCRIPTOR: u32 = 1;
+
+/// What a mapping of virtual memory management was made for; `None` if the address is in no such mapping.
+fn how_made(driver: &Driver, address: u64) -> Result<Option<Made>, Refused> {
     let mut handle = 0;
     // SAFETY: writes one handle; the address is only looked up.
     match unsafe { driver.mapping_retain(&mut handle, address as *mut c_void) } {
@@ -272,7 +285,16 @@ fn made_for_gpudirect(driver: &Driver, address: u64) -> Result<Option<bool>, Ref
     // SAFETY: one byte of a structure that was zeroed and then written. The whole is not read: it has enumerations, in
     // which a newer driver may have put values that the bindings do not know.
     let capable = unsafe { (&raw const (*properties.as_ptr()).allocFlags.gpuDirectRDMACapable).read() };
-    Ok(Some(capable != 0))
+    // SAFETY: as above; the enumeration is read as the integer that it is.
+    let handles = unsafe {
+        (&raw const (*properties.as_ptr()).requestedHandleTypes)
+            .cast::<u32>()
+            .read()
+    };
+    Ok(Some(Made {
+        gpudirect: capable != 0,
+        shareable: handles & POSIX_DESCRIPTOR != 0,
+    }))
 }
 
 /// The mappings of a range of one device's memory.

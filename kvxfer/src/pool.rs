@@ -62,6 +62,14 @@ pub(crate) struct Inner {
 enum Presence {
     /// The registration is given up after the control plane has forgotten the pool.
     Active(PoolId, PoolRegistration),
+    /// Out of use, but others on this host have not let go of its memory yet.
+    Leaving(PoolRegistration, After),
+    Left(After),
+}
+
+/// What a pool that is out of use may become.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum After {
     Suspended,
     Closed,
 }
@@ -79,7 +87,7 @@ impl Pool {
             layout: Arc::new(layout),
             regions: regions.into(),
             role,
-            presence: Mutex::new(Presence::Suspended),
+            presence: Mutex::new(Presence::Left(After::Suspended)),
         };
         inner.add()?;
         Ok(Pool { inner: Arc::new(inner) })
@@ -139,12 +147,16 @@ impl Pool {
     /// Takes the pool out of use. Its memory is free after that.
     ///
     /// # Errors
-    /// `Busy` while a handle or a kept verdict refers to it; it stays usable then.
+    /// `Busy` while a handle or a kept verdict refers to it; it stays usable then. `Busy`, with their number, while other
+    /// endpoints on this host have its memory mapped: it is out of use then, they have been told to let go, and the
+    /// memory must stay until another call says `Ok`. (They let go within milliseconds, when their copies are over; a
+    /// process that is stopped does not.)
     pub fn close(&self) -> Result<()> {
-        self.inner.remove(Presence::Closed)
+        self.inner.remove(After::Closed)
     }
 
-    /// As [`close`](Self::close), waiting up to `timeout` for what refers to the pool to end.
+    /// As [`close`](Self::close), waiting up to `timeout` for what refers to the pool to end, and for others to let go of its
+    /// memory.
     ///
     /// # Errors
     /// `Busy` if something still does.
@@ -167,9 +179,10 @@ impl Pool {
     /// [`resume`](Self::resume) nothing of it is read or written, and peers do not see it.
     ///
     /// # Errors
-    /// `Busy` while a handle refers to it; `Closed` if it is closed.
+    /// `Busy` while a handle refers to it, and while other endpoints on this host have its memory mapped, as with
+    /// [`close`](Self::close): call it again then. `Closed` if it is closed.
     pub fn suspend(&self) -> Result<()> {
-        self.inner.remove(Presence::Suspended)
+        self.inner.remove(After::Suspended)
     }
 
     /// Puts a suspended pool into use again, with the same layout at the same addresses.
@@ -254,9 +267,11 @@ impl Inner {
     pub(crate) fn id(&self) -> Result<PoolId> {
         match &*self.presence.lock() {
             Presence::Active(id, _) => Ok(*id),
-            Presence::Suspended => Err(Error::new(ErrorKind::NotRegistered, "the pool is suspended")
-                .remedy("call Pool::resume before using it")),
-            Presence::Closed => Err(closed()),
+            Presence::Leaving(_, After::Suspended) | Presence::Left(After::Suspended) => {
+                Err(Error::new(ErrorKind::NotRegistered, "the pool is suspended")
+                    .remedy("call Pool::resume before using it"))
+            }
+            Presence::Leaving(_, After::Closed) | Presence::Left(After::Closed) => Err(closed()),
         }
     }
 
@@ -264,8 +279,9 @@ impl Inner {
         let mut presence = self.presence.lock();
         match &*presence {
             Presence::Active(..) => Ok(()),
-            Presence::Closed => Err(closed()),
-            Presence::Suspended => {
+            Presence::Leaving(_, After::Closed) | Presence::Left(After::Closed) => Err(closed()),
+            // The same memory again: whoever still has it mapped may.
+            Presence::Leaving(_, After::Suspended) | Presence::Left(After::Suspended) => {
                 let (serves, receives) = (self.role.serves(), self.role.receives());
                 let access = RegionAccess { serves, receives };
                 check_kinds(&self.shared, &self.regions)?;
@@ -288,27 +304,37 @@ impl Inner {
         }
     }
 
-    fn remove(&self, into: Presence) -> Result<()> {
+    fn remove(&self, into: After) -> Result<()> {
         let mut presence = self.presence.lock();
         match &*presence {
             Presence::Active(id, _) => {
                 self.shared.call(|state, now| state.machine.remove_pool(now, *id))?;
-                *presence = into;
-                Ok(())
             }
-            Presence::Suspended => {
-                *presence = into;
-                Ok(())
+            Presence::Leaving(_, After::Closed) | Presence::Left(After::Closed) if into == After::Suspended => {
+                return Err(closed());
             }
-            Presence::Closed if matches!(into, Presence::Suspended) => Err(closed()),
-            Presence::Closed => Ok(()),
+            Presence::Leaving(..) | Presence::Left(_) => {}
         }
+        let registration = match std::mem::replace(&mut *presence, Presence::Left(into)) {
+            Presence::Active(_, registration) => {
+                registration.exported.iter().for_each(|exported| exported.recall());
+                registration
+            }
+            Presence::Leaving(registration, _) => registration,
+            Presence::Left(_) => return Ok(()),
+        };
+        let importers: usize = registration.exported.iter().map(|exported| exported.importers()).sum();
+        if importers > 0 {
+            *presence = Presence::Leaving(registration, into);
+            return Err(mapped(importers));
+        }
+        Ok(())
     }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let presence = std::mem::replace(self.presence.get_mut(), Presence::Closed);
+        let presence = std::mem::replace(self.presence.get_mut(), Presence::Left(After::Closed));
         if let Presence::Active(id, registration) = presence {
             self.shared.call(|state, now| {
                 if state.machine.remove_pool(now, id).is_err() {
@@ -321,6 +347,17 @@ impl Drop for Inner {
 
 fn closed() -> Error {
     Error::new(ErrorKind::Closed, "the pool is closed").remedy("register the memory again")
+}
+
+/// Others have let go of nothing yet.
+fn mapped(importers: usize) -> Error {
+    let (who, have) = match importers {
+        1 => ("another endpoint on this host".to_owned(), "has"),
+        more => (format!("other endpoints on this host ({more} mappings)"), "have"),
+    };
+    Error::new(ErrorKind::Busy, "the pool is out of use, but its memory is not free yet")
+        .because(format!("{who} {have} it mapped, and {have} been told to let go"))
+        .remedy("keep the memory, and call again until it is Ok (or Pool::close_wait once); see that no process of theirs is stopped")
 }
 
 /// Whether the memory given is what the layout declares.

@@ -142,7 +142,9 @@ impl Pool {
         GrantHandle::new(py, self.open()?.serve(target, options).map_err(raise)?)
     }
 
-    /// Takes the pool out of use. Its memory is free after that. `Busy` while something refers to it.
+    /// Takes the pool out of use. Its memory is free after that. `Busy` while something refers to it; also while other
+    /// endpoints on this host have its GPU memory mapped: it is out of use then, they have been told to let go, and the
+    /// memory must stay until another call returns (mostly within milliseconds).
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let pool = self.open()?;
         // Devices may take their time to forget memory.
@@ -163,7 +165,8 @@ impl Pool {
     }
 
     /// Takes the pool out of use for a while, so that the engine may remap its memory: until `resume` nothing of it is
-    /// read or written. `Busy` while a handle refers to it.
+    /// read or written. `Busy` while a handle refers to it, and while other endpoints on this host have its GPU memory mapped,
+    /// as with `close`: call it again then.
     fn suspend(&self, py: Python<'_>) -> PyResult<()> {
         let pool = self.open()?;
         exit::without_lock(py, || pool.suspend()).map_err(raise)

@@ -18,7 +18,7 @@ const PCIE_MAPPING: u64 = 1;
 
 impl Domain {
     /// One dmabuf for each mapping that the region has a part in.
-    pub(super) fn export(&self, region: &Region) -> Result<Vec<DmaBuf>> {
+    pub(super) fn export_dmabufs(&self, region: &Region) -> Result<Vec<DmaBuf>> {
         let known = self.known(region)?;
         let refused = |why: &str| {
             Error::new(ErrorKind::Unsupported, "no dmabufs")

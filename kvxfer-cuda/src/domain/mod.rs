@@ -4,6 +4,7 @@ pub(crate) mod copier;
 mod counters;
 mod dmabuf;
 pub(crate) mod gate;
+mod imports;
 mod job;
 pub(crate) mod pinned;
 mod progress;
@@ -17,7 +18,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use cudarc::driver::sys::CUcontext;
-use kvxfer_core::memory::{CopyState, CopyTicket, DmaBuf, HostView, MemoryDomain, Region, Segment, StagingPin};
+use kvxfer_core::memory::{
+    CopyState, CopyTicket, DmaBuf, Exported, HostView, Imported, ImportedRun, MemoryDomain, Region, Segment, StagingPin,
+};
 use kvxfer_core::transport::Counter;
 use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
@@ -29,7 +32,9 @@ use crate::error::CudaError;
 use crate::event::Captures;
 use crate::pointer::{self, Mapping, Range};
 use crate::probe::DeviceFacts;
+use crate::share::Share;
 use copier::Copier;
+use imports::ImportCopies;
 use job::{Direction, Piece};
 use pinned::Pins;
 use slow::Slow;
@@ -47,6 +52,9 @@ pub(crate) struct Domain {
     // Before what its thread uses.
     copier: Copier,
     slow: Slow,
+    /// Copies of others' memory, which stays mapped for them.
+    imports: ImportCopies,
+    share: Option<Arc<Share>>,
     pub(crate) captures: Arc<Captures>,
     pins: Arc<Pins>,
     regions: Mutex<HashMap<usize, Arc<Known>>>,
@@ -73,6 +81,7 @@ impl Domain {
         facts: &DeviceFacts,
         choice: Gather,
         pins: &Arc<Pins>,
+        share: &Option<Arc<Share>>,
         owner: CUcontext,
     ) -> std::result::Result<Arc<Domain>, CudaError> {
         let name = format!("cuda:{}", facts.pci);
@@ -85,6 +94,8 @@ impl Domain {
         let domain = Domain {
             copier: Copier::new(&primary, facts.ordinal, &name, choice, pins.bytes()),
             slow: Slow::new(&primary, pins.bytes()),
+            imports: ImportCopies::default(),
+            share: share.clone(),
             captures: Captures::new(&primary, &name),
             pins: Arc::clone(pins),
             regions: Mutex::default(),
@@ -189,6 +200,7 @@ impl Domain {
     /// What is counted.
     pub(crate) fn report(&self, out: &mut Vec<Counter>) {
         self.copier.counters().report(&self.name, out);
+        self.imports.report(&self.name, out);
         self.captures.report(&self.name, out);
     }
 
@@ -209,12 +221,7 @@ impl Domain {
         let mut at = staging.pointer as u64;
         let end = at + staging.length as u64;
         for segment in segments.iter().filter(|segment| segment.length > 0) {
-            let region = regions.get(segment.region as usize).ok_or_else(|| {
-                Error::new(ErrorKind::OutOfBounds, format!("region {}", segment.region))
-                    .at(&*self.name)
-                    .because(format!("there are {}", regions.len()))
-            })?;
-            region.check(segment.offset, segment.length)?;
+            let region = self.part(regions, segment)?;
             if segment.length > end - at {
                 return Err(Error::new(ErrorKind::OutOfBounds, "segments of a copy")
                     .at(&*self.name)
@@ -235,6 +242,17 @@ impl Domain {
             at += segment.length;
         }
         Ok(())
+    }
+
+    /// The region that a segment names, and lies in.
+    fn part<'a>(&self, regions: &'a [Arc<Region>], segment: &Segment) -> Result<&'a Arc<Region>> {
+        let region = regions.get(segment.region as usize).ok_or_else(|| {
+            Error::new(ErrorKind::OutOfBounds, format!("region {}", segment.region))
+                .at(&*self.name)
+                .because(format!("there are {}", regions.len()))
+        })?;
+        region.check(segment.offset, segment.length)?;
+        Ok(region)
     }
 
     fn start(
@@ -310,7 +328,33 @@ impl MemoryDomain for Domain {
         self.start(Direction::In, regions, segments, staging)
     }
 
+    fn export(&self, region: &Arc<Region>) -> Option<Result<Arc<dyn Exported>>> {
+        let share = self.share.as_ref()?;
+        let exported = self.known(region).and_then(|known| {
+            let shared = share.export(region, &self.primary, &self.facts, &known.mappings);
+            shared.map_err(Error::from)
+        });
+        Some(exported)
+    }
+
+    fn import(&self, description: &[u8]) -> Option<Arc<dyn Imported>> {
+        let share = self.share.as_ref()?;
+        Some(share.import(&self.primary, &self.facts, description))
+    }
+
+    fn start_import_copy(
+        &self,
+        from: &[ImportedRun<'_>],
+        regions: &[Arc<Region>],
+        segments: &[Segment],
+    ) -> Result<CopyTicket> {
+        self.start_imported(from, regions, segments)
+    }
+
     fn poll_copy(&self, ticket: CopyTicket) -> Result<CopyState> {
+        if imports::is_one(ticket) {
+            return self.poll_imported(ticket);
+        }
         Ok(self.copier.poll(ticket)?)
     }
 
@@ -329,7 +373,7 @@ impl MemoryDomain for Domain {
     }
 
     fn dmabufs(&self, region: &Region) -> Option<Result<Vec<DmaBuf>>> {
-        Some(self.export(region))
+        Some(self.export_dmabufs(region))
     }
 
     fn peer_address(&self, region: &Region) -> Option<u64> {

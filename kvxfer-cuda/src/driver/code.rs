@@ -21,6 +21,8 @@ impl Code {
     pub const NOT_FOUND: Code = Code(500);
     /// Not finished yet.
     pub const NOT_READY: Code = Code(600);
+    /// The context reaches the other one's memory already.
+    pub const PEER_ACCESS_ALREADY_ENABLED: Code = Code(704);
     /// The range, or some of it, is page-locked already.
     pub const HOST_MEMORY_ALREADY_REGISTERED: Code = Code(712);
     /// The device or driver cannot do that.

@@ -7,8 +7,8 @@ use std::ffi::{c_char, c_int, c_uint, c_ulonglong, c_void};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use cudarc::driver::sys::{
-    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUmemAllocationProp, CUmemGenericAllocationHandle,
-    CUmemLocation, CUmemcpyAttributes, CUmodule, CUstream,
+    CUcontext, CUdevice, CUdeviceptr, CUevent, CUfunction, CUipcMemHandle, CUmemAccessDesc, CUmemAllocationProp,
+    CUmemGenericAllocationHandle, CUmemLocation, CUmemcpyAttributes, CUmodule, CUstream,
 };
 
 use super::code::Code;
@@ -147,6 +147,36 @@ functions! {
     /// What a device may do with mapped memory.
     Optional, mapping_access = "cuMemGetAccess"(
         flags: *mut c_ulonglong, location: *const CUmemLocation, pointer: CUdeviceptr);
+    /// The handle as something that another process can be given.
+    Optional, mapping_export = "cuMemExportToShareableHandle"(
+        shared: *mut c_void, handle: CUmemGenericAllocationHandle, kind: c_uint, flags: c_ulonglong);
+    /// A handle of what another process gave.
+    Optional, mapping_import = "cuMemImportFromShareableHandle"(
+        handle: *mut CUmemGenericAllocationHandle, shared: *mut c_void, kind: c_uint);
+    /// Addresses for mappings.
+    Optional, addresses_reserve = "cuMemAddressReserve"(
+        start: *mut CUdeviceptr, size: usize, alignment: usize, wanted: CUdeviceptr, flags: c_ulonglong);
+    /// Gives them back.
+    Optional, addresses_free = "cuMemAddressFree"(start: CUdeviceptr, size: usize);
+    /// Maps memory there.
+    Optional, map = "cuMemMap"(
+        start: CUdeviceptr, size: usize, offset: usize, handle: CUmemGenericAllocationHandle, flags: c_ulonglong);
+    /// Undoes that.
+    Optional, unmap = "cuMemUnmap"(start: CUdeviceptr, size: usize);
+    /// Lets devices use what is mapped.
+    Optional, mapping_allow = "cuMemSetAccess"(
+        start: CUdeviceptr, size: usize, allowed: *const CUmemAccessDesc, count: usize);
+    /// What another process can open an ordinary allocation by.
+    Optional, allocation_handle = "cuIpcGetMemHandle"(handle: *mut CUipcMemHandle, address: CUdeviceptr);
+    /// Opens another process's allocation.
+    Optional, allocation_open = "cuIpcOpenMemHandle_v2"(
+        address: *mut CUdeviceptr, handle: CUipcMemHandle, flags: c_uint);
+    /// Closes it.
+    Optional, allocation_close = "cuIpcCloseMemHandle"(address: CUdeviceptr);
+    /// Whether a device can reach another's memory.
+    Optional, peer_reachable = "cuDeviceCanAccessPeer"(can: *mut c_int, device: CUdevice, peer: CUdevice);
+    /// Lets the current context reach another's memory.
+    Optional, peer_enable = "cuCtxEnablePeerAccess"(peer: CUcontext, flags: c_uint);
     /// A dmabuf of a range.
     Optional, range_handle = "cuMemGetHandleForAddressRange"(
         handle: *mut c_void, address: CUdeviceptr, size: usize, kind: c_uint, flags: c_ulonglong);

@@ -2,6 +2,8 @@
 
 #![allow(dead_code, clippy::unwrap_used)]
 
+pub(crate) mod share;
+
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -54,6 +56,7 @@ pub(crate) fn config(fake: &FakeCuda, gather: Gather) -> CudaConfig {
     CudaConfig {
         library: fake.library_path().to_str().unwrap().to_owned(),
         gather,
+        ..CudaConfig::default()
     }
 }
 

@@ -168,6 +168,15 @@ fn from_text(key: &'static Key, text: &str, source: &str) -> Result<Value> {
     match (key.kind, whole_number(text)) {
         (Kind::Integer { .. } | Kind::AutoOr { .. }, Some(number)) => Ok(Value::Integer(number)),
         (Kind::Integer { .. }, None) => Err(refuse(key, &format!("{text:?}"), source, "it is not a whole number")),
+        (Kind::Flag, _) => match text.parse() {
+            Ok(flag) => Ok(Value::Boolean(flag)),
+            Err(_) => Err(refuse(
+                key,
+                &format!("{text:?}"),
+                source,
+                "it is neither true nor false",
+            )),
+        },
         _ => Ok(Value::String(text.to_owned())),
     }
 }
@@ -278,6 +287,7 @@ fn shaped(key: &'static Key, value: Value, source: &str) -> Result<Value> {
         )),
         (Kind::Addresses { .. } | Kind::Names { .. }, list @ Value::Array(_))
         | (Kind::Integer { .. } | Kind::AutoOr { .. }, list @ Value::Integer(_))
+        | (Kind::Flag, list @ Value::Boolean(_))
         | (Kind::Text { .. } | Kind::Choice(_) | Kind::AutoOr { .. }, list @ Value::String(_)) => Ok(list),
         (_, other) => Err(refuse(
             key,
@@ -346,6 +356,10 @@ fn check(key: &'static Key, value: &Value, source: &str) -> Result<()> {
         Kind::Choice(words) => match value.as_str() {
             Some(word) if words.contains(&word) => Ok(()),
             _ => refuse("it is none of the known words"),
+        },
+        Kind::Flag => match value.as_bool() {
+            Some(_) => Ok(()),
+            None => refuse("it is neither true nor false"),
         },
     }
 }

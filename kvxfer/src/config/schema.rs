@@ -29,6 +29,8 @@ pub(crate) enum Kind {
     AutoOr { min: u64, max: u64, steps: Steps },
     /// One of these words.
     Choice(&'static [&'static str]),
+    /// `true` or `false`.
+    Flag,
 }
 
 /// Which numbers of a range are values.
@@ -55,6 +57,7 @@ impl Kind {
                 format!("`auto`, or {min} to {max}{steps}")
             }
             Kind::Choice(words) => quoted(words),
+            Kind::Flag => "`true`, `false`".to_owned(),
         }
     }
 }
@@ -281,6 +284,11 @@ pub(crate) const KEYS: &[Key] = &[
         path: "cuda.gather",
         kind: Kind::Choice(&["auto", "kernel", "batch", "loop"]),
         meaning: "How many small pieces of device memory are copied: by a kernel, by batched copies, by one copy each. `auto`: by their number and size.",
+    },
+    Key {
+        path: "cuda.share",
+        kind: Kind::Flag,
+        meaning: "Whether endpoints on this host map each other's GPU memory and copy from device to device. `false`: neither is ours mapped, nor theirs here; the bytes go through staging.",
     },
     integer("limits.peers_max", 1, 65_536, "Peers with a session."),
     integer(

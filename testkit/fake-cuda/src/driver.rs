@@ -12,6 +12,7 @@ use parking_lot::{Mutex, RwLock};
 
 use crate::checker::Checker;
 use crate::config::{self, Defect, Failure, Line, Settings};
+use crate::memory::opened::Opened;
 use crate::shared::Generation;
 use crate::world::World;
 
@@ -62,6 +63,8 @@ pub(crate) struct Driver {
     next_handle: AtomicUsize,
     /// Counts and notes.
     pub(crate) checker: Checker,
+    /// What processes have of each other's memory.
+    pub(crate) opened: Opened,
     /// All objects.
     pub(crate) world: Mutex<World>,
 }
@@ -113,6 +116,7 @@ impl Driver {
             .and_then(|directory| Generation::open(directory).ok());
         let driver = Driver {
             checker: Checker::new(directory.as_deref()),
+            opened: Opened::new(directory.as_deref()),
             directory,
             defect: std::env::var(DEFECT_VARIABLE)
                 .ok()

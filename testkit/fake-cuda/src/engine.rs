@@ -200,11 +200,24 @@ impl Engine {
     }
 
     /// Contiguous addresses of several mappings, as `expandable_segments` makes them: the length of each is a multiple
-    /// of 2 MiB. Their physical memory has no other handles.
+    /// of 2 MiB. Their physical memory has no other handles, and can be handed to other processes by descriptors.
     ///
     /// # Errors
     /// The driver's.
     pub fn map(&self, lengths: &[usize], gpudirect: bool) -> io::Result<u64> {
+        self.map_with(lengths, gpudirect, true)
+    }
+
+    /// The same of memory that no other process can be handed.
+    ///
+    /// # Errors
+    /// The driver's.
+    pub fn map_private(&self, lengths: &[usize]) -> io::Result<u64> {
+        self.map_with(lengths, true, false)
+    }
+
+    fn map_with(&self, lengths: &[usize], gpudirect: bool, shareable: bool) -> io::Result<u64> {
+        use cudarc::driver::sys::CUmemAllocationHandleType as HandleType;
         let _playing = self.begin()?;
         let whole: usize = lengths.iter().sum();
         let mut start = 0u64;
@@ -223,8 +236,10 @@ impl Engine {
         properties.type_ = cudarc::driver::sys::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED;
         properties.location.type_ = cudarc::driver::sys::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE;
         properties.location.id = self.device as i32;
-        properties.requestedHandleTypes =
-            cudarc::driver::sys::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        properties.requestedHandleTypes = match shareable {
+            true => HandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+            false => HandleType::CU_MEM_HANDLE_TYPE_NONE,
+        };
         properties.allocFlags.gpuDirectRDMACapable = u8::from(gpudirect);
         let mut next = start;
         for length in lengths {

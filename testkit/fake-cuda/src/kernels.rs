@@ -144,7 +144,7 @@ impl Machine<'_> {
 /// `kvx_gather` and `kvx_scatter`: (pieces, count, staging, done, value). Copies every piece between device memory and
 /// its place in staging, then writes `value` to `done`.
 ///
-/// A piece is three words: device address, offset in staging, length.
+/// A piece is three words: device address, offset in staging (modulo 2^64), length.
 fn pieces(arguments: &Arguments, machine: &Machine<'_>, gather: bool) -> Answer {
     const PIECE: usize = 24;
     let (list, count, staging) = (arguments.u64(0), arguments.u32(1) as usize, arguments.u64(2));
@@ -153,7 +153,7 @@ fn pieces(arguments: &Arguments, machine: &Machine<'_>, gather: bool) -> Answer 
     let mut copies = Vec::with_capacity(count);
     for piece in bytes.chunks_exact(PIECE) {
         let word = |at: usize| u64::from_le_bytes(std::array::from_fn(|byte| piece[at * 8 + byte]));
-        let (device, host, length) = (word(0), staging + word(1), word(2));
+        let (device, host, length) = (word(0), staging.wrapping_add(word(1)), word(2));
         let (to, from) = if gather { (host, device) } else { (device, host) };
         copies.push(crate::stream::Piece { to, from, length });
     }

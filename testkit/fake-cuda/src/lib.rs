@@ -62,7 +62,7 @@
 //! # Violations
 //!
 //! [`FakeCuda::violations`] lists what is wrong even if it goes well: use of freed memory or destroyed objects, memory freed
-//! or unpinned while a copy of it is queued, staging that copies of two streams use at once, no context or that of another
+//! or unpinned while a copy of it is queued, memory freed that another process has open, staging that copies of two streams use at once, no context or that of another
 //! device, the default stream, a word written without a barrier, two launches of one function at once, driver calls in a
 //! host function, calls that break the capture of another stream. They are also said on the standard error.
 //!

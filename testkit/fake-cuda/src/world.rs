@@ -270,6 +270,11 @@ impl Driver {
             _ => {}
         }
         drop(world);
+        match &range.kind {
+            Kind::Imported { key, .. } => self.opened.forget(*key),
+            Kind::Device { backing, .. } => self.note_freed_open(&range, backing),
+            _ => {}
+        }
         if range.is_pinned() && !range.engine {
             self.checker.pinned(range.length, false);
         }
@@ -281,6 +286,19 @@ impl Driver {
             self.checker.violation(&what);
         }
         Ok(())
+    }
+
+    /// Notes it if another process has memory open that is freed: what it reads there from now on is anything.
+    fn note_freed_open(&self, range: &Range, backing: &backing::Backing) {
+        let Ok((_, inode)) = backing.identity() else { return };
+        let who = self.opened.who((std::process::id(), inode));
+        if !who.is_empty() {
+            let what = format!(
+                "memory at {:#x} is freed while other processes have it open: {who:?}",
+                range.start
+            );
+            self.checker.violation(&what);
+        }
     }
 
     /// Adds a range of the current thread's making.

@@ -333,6 +333,7 @@ fn another_process_opens_memory_until_it_is_freed() {
     assert_eq!(child.expect_line("read", limit).unwrap(), "read 55");
     child.expect_line("closed", limit).unwrap();
     assert_eq!(fake.read(device + 9, 1).unwrap(), [77]);
+    assert!(!fake.violations().iter().any(|what| what.contains("have it open")));
     assert_eq!(driver.free(device), OK);
     child.say(&text).unwrap();
     assert_eq!(
@@ -341,4 +342,51 @@ fn another_process_opens_memory_until_it_is_freed() {
     );
     // What the child did twice is known here too.
     assert!(fake.violations().iter().any(|what| what.contains("freed twice")));
+}
+
+/// Opens memory of its parent and keeps it.
+#[test]
+#[ignore = "started by the test below"]
+fn child_that_keeps() {
+    if role().as_deref() != Some("keeper") {
+        return;
+    }
+    let fake = FakeCuda::attach(Path::new(&std::env::var("FAKE").unwrap())).unwrap();
+    let driver = Driver::load(&fake);
+    driver.context(0);
+    let mut handle = [0u64; 8];
+    let text = std::env::var("HANDLE").unwrap();
+    for (word, text) in handle.iter_mut().zip(text.split(' ')) {
+        *word = text.parse().unwrap();
+    }
+    let mut address = 0u64;
+    let answer =
+        cu!(driver, cuIpcOpenMemHandle_v2(&raw mut address => *mut u64, IpcHandle(handle) => IpcHandle, 1 => u32));
+    assert_eq!(answer, OK);
+    println!("opened");
+    std::thread::sleep(Duration::from_secs(60));
+}
+
+#[test]
+fn memory_that_another_process_has_open_may_not_be_freed() {
+    let fake = FakeCuda::new().unwrap();
+    let driver = Driver::load(&fake);
+    driver.context(0);
+    let directory = fake.directory().to_str().unwrap().to_owned();
+    for killed in [true, false] {
+        let device = driver.allocate(PAGE);
+        let mut handle = [0u64; 8];
+        let answer = cu!(driver, cuIpcGetMemHandle(handle.as_mut_ptr() => *mut u64, device => u64));
+        assert_eq!(answer, OK);
+        let text = handle.map(|word| word.to_string()).join(" ");
+        let variables = [("FAKE", directory.as_str()), ("HANDLE", text.as_str())];
+        let mut child = ChildProcess::test("child_that_keeps", "keeper", &variables).unwrap();
+        child.expect_line("opened", Duration::from_secs(10)).unwrap();
+        if killed {
+            child.kill();
+        }
+        assert_eq!(driver.free(device), OK);
+        let noted = fake.violations().iter().any(|what| what.contains("have it open"));
+        assert_eq!(noted, !killed);
+    }
 }

@@ -68,8 +68,14 @@ driver_calls! {
         if !driver.settings(device)?.ipc {
             return Err(CUresult::CUDA_ERROR_NOT_SUPPORTED);
         }
-        if device != context.device && !driver.settings(context.device)?.peer {
-            return Err(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+        if device != context.device {
+            let peers = driver.settings(context.device)?.peer && driver.settings(device)?.peer;
+            if !peers {
+                return Err(CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED);
+            }
+            if flags & LAZY_ENABLE_PEER_ACCESS != 0 {
+                context.enable_peer(device);
+            }
         }
         let key = (handle.process, handle.inode);
         {
@@ -103,6 +109,7 @@ driver_calls! {
         };
         driver.add_range(start, handle.length, device, context.handle, kind);
         driver.world.lock().imports.insert(key, start);
+        driver.opened.note(key);
         out.set(start)
     }
 

@@ -118,6 +118,7 @@ driver_calls! {
             device,
             gpudirect: properties.gpudirect != 0,
             handle_types: properties.handle_types,
+            imported: false,
             engine: is_engine(),
         };
         world.physicals.insert(handle, (Arc::new(physical), 1));
@@ -132,10 +133,13 @@ driver_calls! {
         };
         *held -= 1;
         if *held == 0 {
-            let (device, length) = (physical.device, physical.backing.length());
+            let physical = physical.clone();
             world.physicals.remove(&handle);
-            let used = world.map.used.entry(device).or_default();
-            *used = used.saturating_sub(length);
+            // What was imported is counted where it was made.
+            if !physical.imported {
+                let used = world.map.used.entry(physical.device).or_default();
+                *used = used.saturating_sub(physical.backing.length());
+            }
         }
         Ok(())
     }
@@ -232,7 +236,9 @@ driver_calls! {
             None => {
                 let handle = driver.new_handle() as u64;
                 // Taken off again when the handle is released.
-                *world.map.used.entry(physical.device).or_default() += physical.backing.length();
+                if !physical.imported {
+                    *world.map.used.entry(physical.device).or_default() += physical.backing.length();
+                }
                 world.physicals.insert(handle, (physical.clone(), 1));
                 handle
             }
@@ -292,6 +298,7 @@ driver_calls! {
             device,
             gpudirect: false,
             handle_types: POSIX_FILE,
+            imported: true,
             engine: is_engine(),
         };
         let handle = driver.new_handle() as u64;

@@ -77,6 +77,8 @@ pub(crate) struct Physical {
     pub(crate) device: u32,
     pub(crate) gpudirect: bool,
     pub(crate) handle_types: u32,
+    /// By a descriptor, of this process or another.
+    pub(crate) imported: bool,
     pub(crate) engine: bool,
 }
 

@@ -3,4 +3,5 @@
 pub(crate) mod attributes;
 pub(crate) mod backing;
 pub(crate) mod map;
+pub(crate) mod opened;
 pub(crate) mod span;

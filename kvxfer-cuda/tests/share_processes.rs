@@ -1,0 +1,310 @@
+//! Memory that endpoints on one host map of each other: two processes, and who is not to be let in.
+
+#![allow(clippy::unwrap_used)]
+
+mod common;
+
+use std::os::fd::OwnedFd;
+use std::time::Duration;
+
+use common::share::{Child, bytes_of, checksum, export, gone, run, take_all};
+use common::{Bench, pattern, region, segment, until, wait};
+use kvxfer_core::ErrorKind;
+use kvxfer_core::memory::{CopyState, ImportState};
+use kvxfer_cuda::Gather;
+use rustix::net::{
+    AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, send, socket_with,
+};
+
+const LENGTH: u64 = 1 << 20;
+const BLOCK: usize = 2 << 20;
+/// Long enough for what must not happen.
+const MOMENT: Duration = Duration::from_millis(100);
+
+#[test]
+#[ignore = "started by the tests below"]
+fn child_main() {
+    common::share::child_main();
+}
+
+#[test]
+fn another_process_opens_an_allocation_once_and_copies_from_it() {
+    let bench = Bench::with(&[("*", "alloc_offset", "512")], Gather::Auto);
+    // Two regions of one allocation.
+    let address = bench.engine.allocate(2 * LENGTH as usize).unwrap();
+    let regions = [0, LENGTH].map(|offset| region(&bench.cuda, address + offset, LENGTH).unwrap());
+    let model = pattern(2 * LENGTH as usize, 3);
+    bench.fake.write(address, &model).unwrap();
+    let exported = regions.each_ref().map(|region| export(region).unwrap());
+    for device in ["0", "1"] {
+        let mut child = Child::importer(&bench.fake, device);
+        for (exported, part) in exported.iter().zip(model.chunks(LENGTH as usize)) {
+            assert_eq!(child.imports(exported, LENGTH), format!("copied {}", checksum(part)));
+            assert_eq!(exported.importers(), 1);
+        }
+        assert_eq!(child.ask("count cuIpcOpenMemHandle_v2"), "1");
+        child.ask("drop");
+        until("it has let go", || {
+            exported.iter().all(|exported| exported.importers() == 0)
+        });
+        assert_eq!(child.ask("count cuIpcCloseMemHandle"), "1");
+        assert_eq!(child.ask("end"), "[]");
+    }
+    // Freeing it now breaks no rule.
+    drop((exported, regions));
+    bench.engine.free(address).unwrap();
+    bench.end();
+}
+
+#[test]
+fn another_process_maps_mappings_however_many() {
+    let bench = Bench::new();
+    let lengths: Vec<usize> = (0..70).map(|index| BLOCK * (1 + index % 2)).collect();
+    let start = bench.engine.map(&lengths, true).unwrap();
+    let whole: usize = lengths.iter().sum();
+    let (offset, length) = (BLOCK as u64 / 4, (whole - BLOCK / 2) as u64);
+    let made = region(&bench.cuda, start + offset, length).unwrap();
+    let model = pattern(length as usize, 4);
+    bench.fake.write(made.address(), &model).unwrap();
+    let exported = export(&made).unwrap();
+    let open = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = open();
+    for device in ["0", "1"] {
+        let mut child = Child::importer(&bench.fake, device);
+        assert_eq!(child.imports(&exported, length), format!("copied {}", checksum(&model)));
+        assert_eq!(child.ask("count cuMemMap"), "70");
+        assert_eq!(child.ask("end"), "[]");
+        until("it has let go", || exported.importers() == 0);
+    }
+    until("descriptors are closed", || open() <= before);
+    drop((exported, made));
+    bench.engine.unmap(start, &lengths).unwrap();
+    bench.end();
+}
+
+#[test]
+fn without_peer_access_another_process_says_so() {
+    let bench = Bench::with(&[("gpu1", "peer", "off")], Gather::Auto);
+    let made = bench.region(LENGTH);
+    let exported = export(&made).unwrap();
+    let mut child = Child::importer(&bench.fake, "1");
+    let said = child.imports(&exported, LENGTH);
+    assert!(said.starts_with("refused") && said.contains("does not reach"), "{said}");
+    until("it is let go of", || exported.importers() == 0);
+    assert_eq!(child.ask("end"), "[]");
+    drop((exported, made));
+    bench.end();
+}
+
+#[test]
+fn an_importer_that_is_killed_has_let_go() {
+    let bench = Bench::new();
+    let made = bench.region(LENGTH);
+    let exported = export(&made).unwrap();
+    let mut child = Child::importer(&bench.fake, "0");
+    child.imports(&exported, LENGTH);
+    assert_eq!(exported.importers(), 1);
+    child.0.kill();
+    until("its end is noticed", || exported.importers() == 0);
+    let address = made.address();
+    drop((exported, made));
+    bench.engine.free(address).unwrap();
+    bench.end();
+}
+
+#[test]
+fn an_importer_that_is_stopped_has_not() {
+    let bench = Bench::new();
+    let made = bench.region(LENGTH);
+    let exported = export(&made).unwrap();
+    let mut child = Child::importer(&bench.fake, "0");
+    child.imports(&exported, LENGTH);
+    child.0.stop().unwrap();
+    exported.recall();
+    std::thread::sleep(MOMENT);
+    assert_eq!(exported.importers(), 1);
+    // The others are served meanwhile.
+    let second = bench.region(LENGTH);
+    let other = export(&second).unwrap();
+    let mut quick = Child::importer(&bench.fake, "0");
+    assert!(quick.imports(&other, LENGTH).starts_with("copied"));
+    child.0.resume().unwrap();
+    until("it lets go when it runs again", || exported.importers() == 0);
+    assert_eq!(child.ask("end"), "[]");
+    assert_eq!(quick.ask("end"), "[]");
+    drop((exported, other, made, second));
+    bench.end();
+}
+
+#[test]
+fn an_importer_that_stays_stopped_keeps_the_memory_beyond_the_owners_end() {
+    let bench = Bench::new();
+    let made = bench.region(LENGTH);
+    let exported = export(&made).unwrap();
+    let mut child = Child::importer(&bench.fake, "0");
+    child.imports(&exported, LENGTH);
+    child.0.stop().unwrap();
+    let Bench { cuda, engine, fake } = bench;
+    drop((exported, cuda));
+    assert_eq!(std::sync::Arc::strong_count(&made), 2, "it is kept for the importer");
+    child.0.kill();
+    until("the memory is given back", || std::sync::Arc::strong_count(&made) == 1);
+    drop(made);
+    until("nothing is left", || fake.leaks().is_empty());
+    drop(engine);
+    fake.assert_clean();
+}
+
+#[test]
+fn an_owner_that_is_killed_ends_the_import_and_not_the_copies() {
+    let bench = Bench::new();
+    let to = bench.region(LENGTH);
+    let mut owner = Child::owner();
+    let description = owner.exports(&bench.fake, 0, LENGTH);
+    let import = take_all(&to, &description).unwrap();
+    let model = pattern(LENGTH as usize, 9);
+    assert!(bytes_of(&bench.fake, &to) == model);
+    bench.fake.write(to.address(), &vec![0; LENGTH as usize]).unwrap();
+    bench.fake.set_now("*", "stall", "own").unwrap();
+    let (domain, all) = (to.domain(), [segment(0, 0, LENGTH)]);
+    let ticket = domain
+        .start_import_copy(&[run(&import, 0, LENGTH)], std::slice::from_ref(&to), &all)
+        .unwrap();
+    assert_eq!(domain.poll_copy(ticket).unwrap(), CopyState::Running);
+    owner.0.kill();
+    assert_eq!(gone(&import).kind(), ErrorKind::PeerLost);
+    assert_eq!(domain.poll_copy(ticket).unwrap(), CopyState::Running);
+    bench.fake.set_now("*", "stall", "off").unwrap();
+    wait(&**domain, ticket).unwrap();
+    assert!(bytes_of(&bench.fake, &to) == model, "the device still had it");
+    until("it is closed", || bench.fake.count("cuIpcCloseMemHandle") == 1);
+    // It is not there any more for anybody.
+    let again = domain.import(&description).unwrap();
+    let error = gone(&again);
+    assert_eq!(error.kind(), ErrorKind::Unsupported);
+    assert!(error.to_string().contains("not found"), "{error}");
+    drop((import, again, to));
+    bench.end();
+}
+
+#[test]
+fn an_owner_that_does_not_answer_is_not_waited_for() {
+    let bench = Bench::new();
+    let (made, to) = (bench.region(LENGTH), bench.region(LENGTH));
+    let mut owner = Child::owner();
+    let description = owner.exports(&bench.fake, 0, LENGTH);
+    owner.0.stop().unwrap();
+    let stuck = to.domain().import(&description).unwrap();
+    // Others are imported meanwhile.
+    let exported = export(&made).unwrap();
+    let import = take_all(&to, exported.description()).unwrap();
+    assert!(matches!(stuck.state(), ImportState::Pending));
+    assert_eq!(gone(&stuck).kind(), ErrorKind::DeadlineExceeded);
+    drop((stuck, import, exported, made, to));
+    bench.end();
+}
+
+/// A connection to whoever gave the description: its bytes 1 to 16 are the name.
+fn intruder(description: &[u8]) -> OwnedFd {
+    let name = description[1..17]
+        .iter()
+        .fold("kvxfer-".to_owned(), |text, byte| text + &format!("{byte:02x}"));
+    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+    socket
+}
+
+/// Waits until the other end has closed it.
+fn closed(socket: &OwnedFd) {
+    let mut bytes = [0u8; 4096];
+    loop {
+        match recv(socket, &mut bytes, RecvFlags::empty()) {
+            Ok((0, _)) | Err(rustix::io::Errno::CONNRESET) => return,
+            Ok(_) => {}
+            Err(errno) => panic!("{errno}"),
+        }
+    }
+}
+
+#[test]
+fn who_knows_no_secret_is_given_nothing() {
+    let bench = Bench::new();
+    let (made, to) = (bench.region(LENGTH), bench.region(LENGTH));
+    let exported = export(&made).unwrap();
+    let mut wrong = exported.description().to_vec();
+    wrong[20] ^= 1;
+    let error = take_all(&to, &wrong).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::NotRegistered, "{error}");
+    let mut nowhere = exported.description().to_vec();
+    nowhere[5] ^= 1;
+    assert_eq!(take_all(&to, &nowhere).unwrap_err().kind(), ErrorKind::Unsupported);
+    for garbage in [&b""[..], b"\x02", &[255; 300], &exported.description()[..20]] {
+        let error = take_all(&to, garbage).unwrap_err();
+        assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
+    }
+    assert_eq!(exported.importers(), 0);
+    drop((exported, made, to));
+    bench.end();
+}
+
+#[test]
+fn garbage_closes_its_connection_and_no_other() {
+    let bench = Bench::new();
+    let (made, to) = (bench.region(LENGTH), bench.region(LENGTH));
+    let exported = export(&made).unwrap();
+    let import = take_all(&to, exported.description()).unwrap();
+    for garbage in [&b"x"[..], &[0; 40], &[255; 900], &pattern(3000, 5)] {
+        let socket = intruder(exported.description());
+        send(&socket, garbage, SendFlags::empty()).unwrap();
+        closed(&socket);
+    }
+    // Who says nothing is sent away too, in the end.
+    closed(&intruder(exported.description()));
+    assert!(matches!(import.state(), ImportState::Ready));
+    assert_eq!(exported.importers(), 1);
+    drop((import, exported, made, to));
+    bench.end();
+}
+
+#[test]
+fn connections_are_bounded() {
+    let bench = Bench::new();
+    let (made, to) = (bench.region(LENGTH), bench.region(LENGTH));
+    let exported = export(&made).unwrap();
+    let many: Vec<OwnedFd> = (0..256).map(|_| intruder(exported.description())).collect();
+    let error = take_all(&to, exported.description()).unwrap_err();
+    assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
+    drop(many);
+    let mut import = take_all(&to, exported.description());
+    until("there is room again", || {
+        if import.is_err() {
+            import = take_all(&to, exported.description());
+        }
+        import.is_ok()
+    });
+    drop((import, exported, made, to));
+    bench.end();
+}
+
+#[test]
+fn another_user_is_not_let_in() {
+    if !rustix::process::geteuid().is_root() {
+        // Nobody else can be played.
+        return;
+    }
+    let bench = Bench::new();
+    let (made, to) = (bench.region(LENGTH), bench.region(LENGTH));
+    let exported = export(&made).unwrap();
+    let description = exported.description().to_vec();
+    let other = std::thread::spawn(move || {
+        // Of this thread only, as the system has it (libc's function would change all).
+        // SAFETY: takes three numbers.
+        assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65_534, 65_534, 65_534) }, 0);
+        let socket = intruder(&description);
+        closed(&socket);
+    });
+    other.join().unwrap();
+    let import = take_all(&to, exported.description()).unwrap();
+    drop((import, exported, made, to));
+    bench.end();
+}

@@ -9,12 +9,14 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::sync::Arc;
 
-use common::{Staging, config, pattern, region, segment, wait};
+use common::share::{Child, bytes_of, export, take_all};
+use common::{Staging, config, pattern, region, segment, until, wait};
 use crossbeam::channel::unbounded;
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::{Error, ErrorKind, Result};
 use kvxfer_cuda::{Cuda, Gather};
 use kvxfer_fake_cuda::{Engine, FakeCuda};
+use parking_lot::Mutex;
 
 const PIECE: u64 = 1024;
 const PIECES: u64 = 64;
@@ -24,9 +26,12 @@ const GIVING_BACK: &[&str] = &[
     "cuCtxPopCurrent_v2",
     "cuDevicePrimaryCtxRelease_v2",
     "cuEventDestroy_v2",
+    "cuIpcCloseMemHandle",
+    "cuMemAddressFree",
     "cuMemFreeHost",
     "cuMemHostUnregister",
     "cuMemRelease",
+    "cuMemUnmap",
     "cuModuleUnload",
     "cuStreamDestroy_v2",
 ];
@@ -39,8 +44,29 @@ struct Machine {
     event: usize,
     /// The driver is too old for them.
     no_dmabufs: bool,
+    /// What another process exports.
+    theirs: Vec<u8>,
     fake: FakeCuda,
 }
+
+/// The other process: it exports a region of each machine. (Starting one for each would take too long.)
+static OWNER: Mutex<Option<Child>> = Mutex::new(None);
+
+fn theirs(fake: &FakeCuda) -> Vec<u8> {
+    let mut owner = OWNER.lock();
+    owner.get_or_insert_with(Child::owner).exports(fake, 0, SHARED)
+}
+
+impl Drop for Machine {
+    fn drop(&mut self) {
+        if let Some(owner) = &mut *OWNER.lock() {
+            let directory = self.fake.directory().to_str().unwrap();
+            owner.ask(&format!("drop {directory}"));
+        }
+    }
+}
+
+const SHARED: u64 = 64 << 10;
 
 const MAPPINGS: [usize; 2] = [2 << 20, 2 << 20];
 
@@ -55,6 +81,7 @@ impl Machine {
             mapped: engines[0].map(&MAPPINGS, true).unwrap(),
             stream: engines[0].stream().unwrap(),
             event: engines[0].event().unwrap(),
+            theirs: theirs(&fake),
             no_dmabufs: settings.iter().any(|(_, key, _)| *key == "driver_version"),
             engines,
             fake,
@@ -64,6 +91,12 @@ impl Machine {
 
 fn segments() -> Vec<Segment> {
     (0..PIECES).map(|index| segment(0, 2 * index * PIECE, PIECE)).collect()
+}
+
+#[test]
+#[ignore = "started by the tests below"]
+fn child_main() {
+    common::share::child_main();
 }
 
 /// Out and in of one region, with the bytes checked.
@@ -119,8 +152,49 @@ fn everything(machine: &Machine, gather: Gather) -> (Option<Cuda>, Vec<Error>) {
         Ok(made) => keep(dmabufs(machine, &made)),
         Err(error) => keep(Err(error)),
     }
+    keep(shared(machine, &cuda));
     keep(events(machine, &cuda));
     (Some(cuda), errors)
+}
+
+/// A region of each kind goes from device to device, in this process and from another.
+fn shared(machine: &Machine, cuda: &Cuda) -> Result<()> {
+    let (mut first, mut unexpected) = (Ok(()), 0);
+    let mut keep = |result: Result<()>| {
+        unexpected += u32::from(result.is_err());
+        if first.is_ok() {
+            first = result;
+        }
+    };
+    // The second lies in two mappings.
+    for address in [machine.pools[0], machine.mapped + MAPPINGS[0] as u64 - SHARED / 2] {
+        keep(take_from(machine, cuda, address));
+    }
+    let into = machine.engines[1].allocate(SHARED as usize).unwrap();
+    keep(region(cuda, into, SHARED).and_then(|into| {
+        let import = take_all(&into, &machine.theirs)?;
+        assert!(
+            bytes_of(&machine.fake, &into) == pattern(SHARED as usize, 9),
+            "what is done is right"
+        );
+        drop(import);
+        Ok(())
+    }));
+    assert!(unexpected <= 1, "one failure of a call ends one of them");
+    first
+}
+
+fn take_from(machine: &Machine, cuda: &Cuda, address: u64) -> Result<()> {
+    let from = region(cuda, address, SHARED)?;
+    let into = region(cuda, machine.engines[1].allocate(SHARED as usize).unwrap(), SHARED)?;
+    let model = pattern(SHARED as usize, 8);
+    machine.fake.write(address, &model).unwrap();
+    let exported = export(&from)?;
+    let import = take_all(&into, exported.description())?;
+    assert!(bytes_of(&machine.fake, &into) == model, "what is done is right");
+    drop(import);
+    until("it is let go of", || exported.importers() == 0);
+    Ok(())
 }
 
 fn dmabufs(machine: &Machine, made: &Region) -> Result<()> {

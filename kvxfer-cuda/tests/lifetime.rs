@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use common::share::{export, take_all};
 use common::{Bench, Staging, until};
 use kvxfer_cuda::Gather;
 
@@ -76,6 +77,29 @@ fn threads_start_with_their_work_and_end_with_their_owner() {
     assert_eq!(fake.count("active_gpu0"), 1, "the engine's");
     drop(engine);
     assert_eq!(fake.count("active_gpu0"), 0);
+    fake.assert_clean();
+
+    // Sharing has threads of its own, from its first work on.
+    let bench = Bench::new();
+    let (from, to) = (bench.region(1 << 20), bench.region(1 << 20));
+    let exported = export(&from).unwrap();
+    // A thread gives itself its name.
+    until("the owner's thread", || threads() == ["kvx-share"]);
+    let import = take_all(&to, exported.description()).unwrap();
+    assert_eq!(threads(), ["kvx-copy-0", "kvx-import", "kvx-share"]);
+    let (calls, spent, begun) = (bench.fake.count("*"), processor_time(), Instant::now());
+    std::thread::sleep(Duration::from_millis(300));
+    assert_eq!(bench.fake.count("*"), calls);
+    let spent = processor_time() - spent;
+    assert!(spent * 10 < begun.elapsed(), "{spent:?}");
+    // Neither keeps the domain, and the domain keeps what imports.
+    let Bench { cuda, engine, fake } = bench;
+    drop((exported, cuda));
+    assert_eq!(threads(), ["kvx-copy-0", "kvx-import"]);
+    drop((import, from, to));
+    assert_eq!(threads(), [] as [String; 0]);
+    assert_eq!(fake.leaks(), [] as [String; 0]);
+    drop(engine);
     fake.assert_clean();
 
     // A copy that never ends is not waited for.

@@ -358,6 +358,32 @@ fn the_end_of_the_importers_driver_lets_go_of_everything() {
 }
 
 #[test]
+fn a_copy_that_never_ends_keeps_the_memory_mapped_for_good() {
+    let bench = Bench::new();
+    let from = bench.region(LENGTH);
+    let importer = Cuda::load(&config(&bench.fake, Gather::Auto)).unwrap();
+    let address = bench.engine.allocate(LENGTH as usize).unwrap();
+    let to = region(&importer, address, LENGTH).unwrap();
+    let exported = export(&from).unwrap();
+    let import = take_all(&to, exported.description()).unwrap();
+    bench.fake.set_now("*", "stall", "own").unwrap();
+    let all = [segment(0, 0, LENGTH)];
+    let domain = to.domain().clone();
+    let calls = bench.fake.count("cuMemcpyAsync");
+    let ticket = domain
+        .start_import_copy(&[run(&import, 0, LENGTH)], std::slice::from_ref(&to), &all)
+        .unwrap();
+    until("the copy is handed over", || {
+        domain.poll_copy(ticket).unwrap();
+        bench.fake.count("cuMemcpyAsync") > calls
+    });
+    drop((import, to, domain, importer));
+    std::thread::sleep(MOMENT);
+    assert_eq!(exported.importers(), 1);
+    bench.fake.set_now("*", "stall", "off").unwrap();
+}
+
+#[test]
 fn what_is_switched_off_neither_gives_nor_takes() {
     let bench = Bench::new();
     let off = Cuda::load(&CudaConfig {

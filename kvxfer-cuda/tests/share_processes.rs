@@ -113,6 +113,25 @@ fn an_importer_that_is_killed_has_let_go() {
 }
 
 #[test]
+fn a_fork_that_holds_the_connection_holds_nothing_else() {
+    let bench = Bench::new();
+    let (made, to) = (bench.region(LENGTH), bench.region(LENGTH));
+    let exported = export(&made).unwrap();
+    let mut child = Child::importer(&bench.fake, "0");
+    child.imports(&exported, LENGTH);
+    let fork = child.kill_all_but_a_fork();
+    until("the importer's end is noticed", || exported.importers() == 0);
+    drop(fork);
+    // The same at the other end.
+    let mut owner = Child::owner();
+    let import = take_all(&to, &owner.exports(&bench.fake, 0, LENGTH)).unwrap();
+    let fork = owner.kill_all_but_a_fork();
+    assert_eq!(gone(&import).kind(), ErrorKind::PeerLost);
+    drop((fork, exported, import, made, to));
+    bench.end();
+}
+
+#[test]
 fn an_importer_that_is_stopped_has_not() {
     let bench = Bench::new();
     let made = bench.region(LENGTH);

@@ -9,6 +9,7 @@
 use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -96,6 +97,8 @@ struct Shared {
     pinned: PinnedBytes,
     counters: CopyCounters,
     progress: OnceLock<Progress>,
+    /// Something is under way that is not waited for any more.
+    abandoned: Arc<AtomicBool>,
     state: Mutex<State>,
     wake: Condvar,
     over: Condvar,
@@ -124,6 +127,7 @@ impl Copier {
                 pinned: Arc::clone(pinned),
                 counters: CopyCounters::default(),
                 progress: OnceLock::new(),
+                abandoned: Arc::default(),
                 state: Mutex::default(),
                 wake: Condvar::new(),
                 over: Condvar::new(),
@@ -232,6 +236,11 @@ impl Copier {
         }
     }
 
+    /// Whether the device may still be at copies that nobody waits for any more: what they use must stay for good.
+    pub(crate) fn abandoned(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.shared.abandoned)
+    }
+
     /// What is counted.
     pub(crate) fn counters(&self) -> &CopyCounters {
         &self.shared.counters
@@ -269,6 +278,7 @@ impl Drop for Copier {
             // Its last steps do not wait for anything. It does not panic; if it had, there is nothing to do.
             let _ = thread.join();
         } else {
+            self.shared.abandoned.store(true, Ordering::Release);
             tracing::warn!(
                 device = self.shared.device,
                 "copies are still under way; their thread is left to itself"
@@ -511,6 +521,7 @@ impl CopyThread<'_> {
                     let marks = state.lose(error, refused.code.ends_streams());
                     marks.into_iter().for_each(|mark| streams.unmark(mark));
                     if !refused.code.ends_streams() {
+                        shared.abandoned.store(true, Ordering::Release);
                         streams.keep_memory();
                         progress.keep_memory();
                     }

@@ -3,7 +3,7 @@
 
 use std::collections::HashMap;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use kvxfer_core::memory::{CopyState, CopyTicket, ImportedRun, Region, Segment};
 use kvxfer_core::transport::Counter;
@@ -11,21 +11,32 @@ use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
 use super::Domain;
+use super::copier::Copier;
 use super::job::{Direction, Piece};
 use crate::share::Use;
 
 /// Tickets of these copies have this bit, which the copier's never get to.
 const MARK: u64 = 1 << 63;
 
-/// The copies that are not known to have ended, with what stays mapped for them.
-#[derive(Default)]
+/// The copies that are not known to have ended, with what stays mapped for them. Dropped after the copier.
 pub(super) struct ImportCopies {
     under_way: Mutex<HashMap<u64, Vec<Use>>>,
+    /// The copier has left some to themselves.
+    abandoned: Arc<AtomicBool>,
     copies: AtomicU64,
     bytes: AtomicU64,
 }
 
 impl ImportCopies {
+    pub(super) fn new(copier: &Copier) -> ImportCopies {
+        ImportCopies {
+            under_way: Mutex::default(),
+            abandoned: copier.abandoned(),
+            copies: AtomicU64::new(0),
+            bytes: AtomicU64::new(0),
+        }
+    }
+
     pub(super) fn report(&self, device: &str, out: &mut Vec<Counter>) {
         let counted = [
             ("cuda_import_copies_total", &self.copies),
@@ -36,6 +47,19 @@ impl ImportCopies {
             labels: vec![("device", device.to_owned())],
             value: count.load(Ordering::Relaxed) as f64,
         }));
+    }
+}
+
+impl Drop for ImportCopies {
+    fn drop(&mut self) {
+        let under_way = std::mem::take(self.under_way.get_mut());
+        if self.abandoned.load(Ordering::Acquire) && !under_way.is_empty() {
+            tracing::warn!(
+                copies = under_way.len(),
+                "other endpoints' memory stays mapped: a device may still copy from it"
+            );
+            std::mem::forget(under_way);
+        }
     }
 }
 

@@ -91,10 +91,11 @@ impl Domain {
             return Err(foreign(&name));
         }
         let primary = Arc::new(Primary::retain(driver, facts.ordinal).map_err(failed)?);
+        let copier = Copier::new(&primary, facts.ordinal, &name, choice, pins.bytes());
         let domain = Domain {
-            copier: Copier::new(&primary, facts.ordinal, &name, choice, pins.bytes()),
+            imports: ImportCopies::new(&copier),
+            copier,
             slow: Slow::new(&primary, pins.bytes()),
-            imports: ImportCopies::default(),
             share: share.clone(),
             captures: Captures::new(&primary, &name),
             pins: Arc::clone(pins),

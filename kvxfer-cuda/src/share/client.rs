@@ -101,7 +101,7 @@ impl Client<'_> {
             cores.for_each(|core| core.end(crate::CudaError::Closed.into()));
         }
         self.waiting.retain(|(core, _)| !core.is_over());
-        self.owners.retain(|_, owner| owner.settle(now, closing));
+        self.owners.retain(|_, owner| owner.settle(closing));
         self.orphans.retain(|held| !held.core.is_over());
         self.opened.retain(|_, opened| opened.strong_count() > 0);
         if closing && self.owners.is_empty() && self.waiting.is_empty() && self.orphans.is_empty() {
@@ -123,12 +123,17 @@ impl Client<'_> {
         if up.next() == Some(true) {
             wake.rest();
         }
+        let polled_at = Instant::now();
         for name in names {
             let Some(mut owner) = self.owners.remove(&name) else {
                 continue;
             };
             let heard = up.next() == Some(true);
             let ended = owner.process.is_some() && up.next() == Some(true);
+            if !heard {
+                // Only now: what the driver took its time for may have kept an answer waiting.
+                owner.expire(polled_at);
+            }
             let open = !ended && (!heard || !owner.letters.is_empty() || self.listen(&mut owner));
             if open {
                 self.owners.insert(name, owner);
@@ -336,13 +341,17 @@ impl Owner {
         self.send();
     }
 
-    /// Lets go of what is over, and gives up what was not answered. False: nothing is left.
-    fn settle(&mut self, now: Instant, closing: bool) -> bool {
+    /// Gives up what was not answered in time.
+    fn expire(&mut self, now: Instant) {
         for held in self.held.values_mut() {
             if held.deadline.take_if(|deadline| *deadline <= now).is_some() {
                 held.core.end(late(&held.core));
             }
         }
+    }
+
+    /// Lets go of what is over. False: nothing is left.
+    fn settle(&mut self, closing: bool) -> bool {
         let over = self.held.extract_if(|_, held| held.core.is_over());
         let mut said: Vec<Letter> = Vec::new();
         for (id, held) in over {

@@ -121,6 +121,7 @@ fn importer() {
                 imports.clear();
                 println!("said dropped");
             }
+            "fork" => println!("said {}", fork()),
             "count" => println!("said {}", fake.count(rest)),
             "end" => break,
             _ => panic!("{line}"),
@@ -128,6 +129,20 @@ fn importer() {
     }
     drop((imports, regions, cuda));
     println!("said {:?}", fake.leaks());
+}
+
+/// A process that has everything of this one, and does nothing; its number.
+fn fork() -> i32 {
+    // SAFETY: the child only sleeps, and ends without running anything of ours.
+    match unsafe { libc::fork() } {
+        0 => {
+            // SAFETY: as above.
+            unsafe { libc::sleep(120) };
+            // SAFETY: as above.
+            unsafe { libc::_exit(0) }
+        }
+        process => process,
+    }
 }
 
 /// Exports one region of each driver that it is told of.
@@ -150,13 +165,17 @@ fn owner() {
                 println!("said {}", hex(exported.description()));
                 kept.push((exported, made, cuda, engine, fake));
             }
-            ["drop"] => {
-                kept.clear();
+            ["fork"] => println!("said {}", fork()),
+            ["drop", directory] => {
+                kept.retain(|(.., fake): &(_, _, _, _, FakeCuda)| fake.directory() != Path::new(directory));
                 println!("said dropped");
             }
             _ => panic!("{line}"),
         }
     }
+    // Nobody listens to what the test harness says at its end.
+    drop(kept);
+    std::process::exit(0);
 }
 
 pub(crate) struct Child(pub(crate) ChildProcess);
@@ -187,6 +206,13 @@ impl Child {
         line["said ".len()..].to_owned()
     }
 
+    /// Has it fork, and kills it: only the fork is left.
+    pub(crate) fn kill_all_but_a_fork(&mut self) -> Fork {
+        let fork = Fork(self.ask("fork").parse().unwrap());
+        self.0.kill();
+        fork
+    }
+
     /// Has it import all of an export.
     pub(crate) fn imports(&mut self, exported: &Arc<dyn Exported>, length: u64) -> String {
         self.ask(&format!("import {length} {}", hex(exported.description())))
@@ -196,5 +222,15 @@ impl Child {
     pub(crate) fn exports(&mut self, fake: &FakeCuda, device: u32, length: u64) -> Vec<u8> {
         let directory = fake.directory().to_str().unwrap();
         unhex(&self.ask(&format!("export {directory} {device} {length}")))
+    }
+}
+
+/// A process that is killed when this is dropped.
+pub(crate) struct Fork(i32);
+
+impl Drop for Fork {
+    fn drop(&mut self) {
+        // SAFETY: takes two numbers.
+        unsafe { libc::kill(self.0, libc::SIGKILL) };
     }
 }

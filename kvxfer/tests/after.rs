@@ -1,18 +1,11 @@
 //! Parts and pushes that wait for something, without any GPU.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
 use std::sync::mpsc::{Receiver, Sender, channel};
 use std::time::Duration;
 
-use common::*;
 use kvxfer::{ClaimOptions, Error, ErrorKind, GrantOptions, Happening, OfferOptions, PushOptions, Result, Selection};
-
-/// The transport of this binary's endpoints.
-const OVER: &str = "tcp";
-/// Where their pools are.
-const IN: &str = "host";
+use kvxfer_cases::common::*;
 
 type Then = Box<dyn FnOnce(Result<()>) + Send>;
 

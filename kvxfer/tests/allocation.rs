@@ -1,19 +1,12 @@
 //! Submitting costs per block list, not per descriptor: counted by an allocator.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
-/// What their bytes go over.
-const OVER: &str = "tcp";
-/// Where their pools are.
-const IN: &str = "host";
-
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::cell::Cell;
 
-use common::*;
 use kvxfer::layout::{Arrangement, Model};
 use kvxfer::{ClaimOptions, GrantOptions, OfferOptions, PoolLayout, PushOptions, Role, Selection};
+use kvxfer_cases::common::*;
 
 thread_local! {
     static COUNTED: Cell<Option<(u64, u64)>> = const { Cell::new(None) };

@@ -1,22 +1,15 @@
 //! Pools in GPU memory, ordering against the engine's kernels, and what is refused: with a driver of the test kit's.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use common::*;
 use kvxfer::memory::HostMemory;
 use kvxfer::{ClaimOptions, Config, Endpoint, ErrorKind, OfferOptions, Pool, PoolLayout, Region, Role, Selection};
+use kvxfer_cases::common::*;
 use kvxfer_fake_cuda::{Engine, FakeCuda};
-
-/// The transport of this binary's endpoints.
-const OVER: &str = "tcp";
-/// Where their pools are.
-const IN: &str = "host";
 
 const BLOCK: u32 = 64 << 10;
 const BLOCKS_HERE: u32 = 16;

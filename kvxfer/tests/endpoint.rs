@@ -1,18 +1,11 @@
 //! The endpoint itself: start and stop, settings, strangers at the door, events, limits, metrics.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
-/// What their bytes go over.
-const OVER: &str = "tcp";
-/// Where their pools are.
-const IN: &str = "host";
-
 use std::io::{Read, Write};
 use std::net::{TcpListener, TcpStream};
 use std::time::{Duration, Instant};
 
-use common::*;
+use kvxfer_cases::common::*;
 use kvxfer_core::wire::{self, AuthOffer, FRAME_HEADER_BYTES, Frame, Hello};
 
 use kvxfer::{

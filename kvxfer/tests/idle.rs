@@ -1,16 +1,9 @@
 //! What an endpoint costs while it does nothing. One test, so that nothing else runs in this process.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
-/// What their bytes go over.
-const OVER: &str = "tcp";
-/// Where their pools are.
-const IN: &str = "host";
-
 use std::time::Duration;
 
-use common::*;
+use kvxfer_cases::common::*;
 
 fn resident_bytes() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap();

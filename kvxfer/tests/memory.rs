@@ -1,19 +1,12 @@
 //! Memory that a caller takes away while it is registered.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use common::*;
 use kvxfer::memory::HostMemory;
 use kvxfer::{ClaimOptions, ErrorKind, OfferOptions, PoolLayout, Region, Role, Selection};
-
-/// The transport of this binary's endpoints.
-const OVER: &str = "tcp";
-/// Where their pools are.
-const IN: &str = "host";
+use kvxfer_cases::common::*;
 
 /// The caller has broken the contract of `register`. Nothing can be promised; but it is said, and it ends.
 #[test]

@@ -3,20 +3,16 @@
 #![cfg(feature = "mutants")]
 #![allow(missing_docs, dead_code, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-#[path = "cases/rails.rs"]
-mod rails;
-#[path = "cases/reuse.rs"]
-mod reuse;
+mod rails {
+    kvxfer_cases::rails!(kvxfer_cases::RDMA);
+}
+mod reuse {
+    kvxfer_cases::reuse!(kvxfer_cases::RDMA);
+}
 
 use std::process::Command;
 
 use kvxfer_core::mutants::Mutant;
-
-/// What their bytes go over.
-const OVER: &str = "rdma";
-/// Where their pools are.
-const IN: &str = "host";
 
 /// Which test must fail under which mutant.
 const CAUGHT: &[(Mutant, &str)] = &[
@@ -47,7 +43,7 @@ fn passes(test: &str, mutant: Option<Mutant>) -> bool {
     let mut command = Command::new(std::env::current_exe().unwrap());
     command.args(["--exact", test, "--include-ignored", "--test-threads=1"]);
     if let Some(mutant) = mutant {
-        command.env(common::site::MUTANT, mutant.name());
+        command.env(kvxfer_cases::common::site::MUTANT, mutant.name());
     }
     let output = command.output().unwrap();
     let said = String::from_utf8_lossy(&output.stdout);

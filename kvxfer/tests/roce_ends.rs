@@ -2,23 +2,16 @@
 //! begin at once.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
-/// What their bytes go over.
-const OVER: &str = "rdma";
-/// Where their pools are.
-const IN: &str = "host";
-
 use std::net::SocketAddr;
 use std::os::fd::BorrowedFd;
 use std::sync::Barrier;
 use std::time::Duration;
 
-use common::*;
 use kvxfer::{
     ClaimOptions, Config, ErrorKind, GrantHandle, GrantOptions, OfferOptions, PoolLayout, PullOptions, PushOptions,
     Role, Selection, Transfer,
 };
+use kvxfer_cases::common::*;
 use rustix::net::Shutdown;
 
 const BLOCK_BYTES: u32 = 256 << 10;

@@ -1,17 +1,10 @@
 //! Which path is taken over RDMA, that it is said, and that nothing else is taken in silence.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
-/// What their bytes go over.
-const OVER: &str = "rdma";
-/// Where their pools are.
-const IN: &str = "host";
-
 use std::time::{Duration, Instant};
 
-use common::*;
 use kvxfer::{Config, Endpoint, ErrorKind, GrantOptions, Path, PushOptions, Role};
+use kvxfer_cases::common::*;
 use kvxfer_fake_verbs::FakeFabric;
 
 fn side(name: &str, config: Config) -> Side {

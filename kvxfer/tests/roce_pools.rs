@@ -1,17 +1,10 @@
 //! Pools that come and go under RDMA: keys are known while the memory is registered, and no longer.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
-/// What their bytes go over.
-const OVER: &str = "rdma";
-/// Where their pools are.
-const IN: &str = "host";
-
 use std::time::Duration;
 
-use common::*;
 use kvxfer::{ErrorKind, Grant, GrantOptions, PoolLayout, PullOptions, PushOptions, Role};
+use kvxfer_cases::common::*;
 
 fn push(from: &Side, to: &kvxfer::Pool, key: &str) -> kvxfer::Result<()> {
     let blocks = tokens(16, [3]);

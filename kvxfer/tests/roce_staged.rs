@@ -1,19 +1,12 @@
 //! Pools in memory that no RDMA device can be given, over RDMA.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::*;
 use kvxfer::{ClaimOptions, GrantOptions, OfferOptions, PullOptions, PushOptions, Role};
+use kvxfer_cases::common::*;
 use kvxfer_testkit::staged::StagedMemory;
-
-/// What their bytes go over.
-const OVER: &str = "rdma";
-/// Where their pools are.
-const IN: &str = "host";
 
 /// An endpoint whose pool is in this domain.
 fn side(name: &str, domain: &Arc<StagedMemory>) -> Side {

@@ -1,11 +1,6 @@
 //! Many hand-overs with random faults, over TCP.
-#![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
+#![allow(missing_docs)]
 
-#[path = "cases/soak.rs"]
-mod cases;
-mod common;
-
-/// What their bytes go over.
-const OVER: &str = "tcp";
-/// Where their pools are.
-const IN: &str = "host";
+mod cases {
+    kvxfer_cases::soak!(kvxfer_cases::TCP);
+}

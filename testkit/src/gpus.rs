@@ -1,5 +1,6 @@
 //! Fake GPUs as a kind of memory for tests of the layers above, through the production code that knows GPUs.
 
+use std::io;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -10,6 +11,8 @@ use kvxfer_cuda::{Cuda, CudaConfig};
 use kvxfer_fake_cuda::{Engine, FakeCuda};
 use parking_lot::Mutex;
 
+use crate::touch::{Direct, Known};
+
 /// How long everything may take to be given back.
 const LIMIT: Duration = Duration::from_secs(10);
 
@@ -17,7 +20,7 @@ const LIMIT: Duration = Duration::from_secs(10);
 #[derive(Debug)]
 pub struct Gpus {
     /// The driver.
-    pub fake: FakeCuda,
+    pub fake: Arc<FakeCuda>,
     /// None while everything has to be given back.
     cuda: Mutex<Option<Cuda>>,
     engines: [Arc<Engine>; 2],
@@ -28,10 +31,12 @@ pub struct Gpus {
 struct Owned {
     engine: Arc<Engine>,
     address: u64,
+    known: Option<Known>,
 }
 
 impl Drop for Owned {
     fn drop(&mut self) {
+        self.known = None;
         // Fails only where a test has broken the driver.
         let _ = self.engine.free(self.address);
     }
@@ -56,7 +61,7 @@ impl Gpus {
             cuda: Mutex::new(None),
             engines: [0, 1].map(|device| Arc::new(fake.engine(device).expect("an engine"))),
             regions: AtomicU32::new(0),
-            fake,
+            fake: Arc::new(fake),
         }
     }
 
@@ -96,7 +101,8 @@ impl Gpus {
     pub fn region_on(&self, device: usize, bytes: u64) -> Arc<Region> {
         let engine = self.engines[device].clone();
         let address = engine.allocate(bytes as usize).expect("device memory");
-        let owned = Owned { engine, address };
+        let known = Some(Known::new(address, bytes, self.fake.clone() as Arc<dyn Direct>));
+        let owned = Owned { engine, address, known };
         // SAFETY: freed when the region is dropped.
         unsafe { self.cuda().region(address, bytes, Box::new(owned)) }.expect("a region of device memory")
     }
@@ -129,6 +135,17 @@ impl Gpus {
             std::thread::sleep(Duration::from_millis(1));
         }
         self.fake.assert_clean();
+    }
+}
+
+/// As a kernel of the engine's sees memory: with what network devices have written if it was flushed.
+impl Direct for FakeCuda {
+    fn put(&self, address: u64, bytes: &[u8]) -> io::Result<()> {
+        self.write(address, bytes)
+    }
+
+    fn get(&self, address: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.read_into(address, bytes)
     }
 }
 

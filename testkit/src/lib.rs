@@ -10,4 +10,5 @@ pub mod process;
 pub mod rng;
 pub mod sim;
 pub mod staged;
+pub mod touch;
 pub mod transport;

@@ -13,6 +13,7 @@ use kvxfer_core::memory::Region;
 use kvxfer_core::{Error, ErrorKind, Result};
 
 use crate::rng::mix;
+use crate::touch;
 
 /// Whose bytes: a request's key and the attempt at it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -166,7 +167,7 @@ pub fn fill(
         if outcome.is_ok() {
             buffer.resize(run.length as usize, 0);
             content.generate(layout, run, &mut buffer);
-            outcome = region(regions, run).and_then(|region| region.copy_in(run.offset, &buffer));
+            outcome = region(regions, run).and_then(|region| touch::put(region, run.offset, &buffer));
         }
     });
     outcome
@@ -190,7 +191,7 @@ pub fn verify(
         if let Ok(bytes) = checked {
             buffer.resize(run.length as usize, 0);
             checked = region(regions, run)
-                .and_then(|region| region.copy_out(run.offset, &mut buffer))
+                .and_then(|region| touch::get(region, run.offset, &mut buffer))
                 .and_then(|()| match content.first_difference(layout, run, &buffer) {
                     None => Ok(bytes + u64::from(run.length)),
                     Some(at) => Err(wrong_byte(layout, run, at)),
@@ -218,7 +219,7 @@ pub fn poison(layout: &PoolLayout, regions: &[Arc<Region>], selection: &Selectio
             let region = regions
                 .get(plane.region as usize)
                 .ok_or_else(|| no_region(plane.region, regions.len()))?;
-            region.copy_in(offset, &bytes)?;
+            touch::put(region, offset, &bytes)?;
         }
     }
     Ok(())

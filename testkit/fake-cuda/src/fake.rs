@@ -200,8 +200,16 @@ impl FakeCuda {
     /// There is no such memory.
     pub fn read(&self, address: u64, length: usize) -> io::Result<Vec<u8>> {
         let mut bytes = vec![0; length];
-        self.access(address, bytes.as_mut_ptr(), length, false)?;
+        self.read_into(address, &mut bytes)?;
         Ok(bytes)
+    }
+
+    /// The same, into memory that is there.
+    ///
+    /// # Errors
+    /// There is no such memory.
+    pub fn read_into(&self, address: u64, bytes: &mut [u8]) -> io::Result<()> {
+        self.access(address, bytes.as_mut_ptr(), bytes.len(), false)
     }
 
     /// Writes device memory as nobody's work: at once.

@@ -5,6 +5,8 @@ use std::sync::Arc;
 use kvxfer_core::flow::ByteStream;
 use kvxfer_core::memory::{Region, Segment};
 
+use crate::touch;
+
 /// Bytes that depend on the seed and the place.
 pub fn pattern(seed: u64, bytes: usize) -> Vec<u8> {
     let mut state = seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) | 1;
@@ -27,7 +29,7 @@ pub fn write_stream(regions: &[Arc<Region>], stream: &dyn ByteStream, bytes: &[u
     let mut left = bytes;
     for segment in segments(stream, bytes.len() as u64) {
         let (now, later) = left.split_at(segment.length as usize);
-        regions[segment.region as usize].copy_in(segment.offset, now).unwrap();
+        touch::put(&regions[segment.region as usize], segment.offset, now).unwrap();
         left = later;
     }
 }
@@ -43,7 +45,7 @@ pub fn read_stream(regions: &[Arc<Region>], stream: &dyn ByteStream) -> Vec<u8> 
     let mut left = &mut bytes[..];
     for segment in segments(stream, stream.length()) {
         let (now, later) = left.split_at_mut(segment.length as usize);
-        regions[segment.region as usize].copy_out(segment.offset, now).unwrap();
+        touch::get(&regions[segment.region as usize], segment.offset, now).unwrap();
         left = later;
     }
     bytes

@@ -10,6 +10,7 @@ use kvxfer_core::transport::{Link, LinkPeer, RegionAccess, Registered, Transport
 use kvxfer_core::{Generation, Incarnation, PoolId, SlotId};
 
 use super::{Arrival, Stream, StreamTarget, paint_stream, pattern, read_stream, until};
+use crate::touch;
 
 /// One endpoint: a transport and its slots.
 pub struct Node<T> {
@@ -140,7 +141,7 @@ impl Memory {
     /// Fills a region with bytes that depend on the seed.
     pub fn fill(&self, region: usize, seed: u64) {
         let bytes = pattern(seed, self.regions[region].length() as usize);
-        self.regions[region].copy_in(0, &bytes).unwrap();
+        touch::put(&self.regions[region], 0, &bytes).unwrap();
     }
 
     /// The bytes of a stream.
@@ -161,7 +162,7 @@ impl Memory {
     /// Bytes of one region.
     pub fn read(&self, region: usize, offset: u64, length: usize) -> Vec<u8> {
         let mut out = vec![0; length];
-        self.regions[region].copy_out(offset, &mut out).unwrap();
+        touch::get(&self.regions[region], offset, &mut out).unwrap();
         out
     }
 }

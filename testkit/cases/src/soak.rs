@@ -4,8 +4,14 @@ use std::collections::VecDeque;
 use std::time::Duration;
 
 use crate::common::*;
+use crate::place;
 use kvxfer::{Claim, ClaimOptions, ErrorKind, Offer, OfferOptions, Selection};
 use kvxfer_testkit::pattern::Content;
+
+suite!($ soak:
+    ten_thousand_hand_overs_with_faults_leave_nothing,
+    blocks_are_reused_at_once_after_an_abort_thousands_of_times,
+);
 
 struct Random(u64);
 
@@ -29,7 +35,7 @@ fn resident_bytes() -> u64 {
 
 /// How many rounds: real devices here are software of a machine with one processor.
 fn rounds(many: u32, real: u32) -> u32 {
-    if crate::OVER == "rdma" {
+    if place().over == "rdma" {
         site::site().count(many, real)
     } else {
         many
@@ -48,7 +54,6 @@ struct Request {
     chosen: Selection,
 }
 
-#[test]
 fn ten_thousand_hand_overs_with_faults_leave_nothing() {
     let hand_overs = rounds(10_000, 1_500);
     const OPEN: usize = 16;
@@ -216,7 +221,6 @@ fn ten_thousand_hand_overs_with_faults_leave_nothing() {
     assert!(grown < 24 << 20, "{grown} bytes more than after a third");
 }
 
-#[test]
 fn blocks_are_reused_at_once_after_an_abort_thousands_of_times() {
     let (prefill, decode) = pair();
     let sources = [prefill.endpoint.address()];

@@ -4,9 +4,20 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use crate::common::*;
+use crate::place;
 use kvxfer::{
     ClaimOptions, ErrorKind, GrantOptions, OfferOptions, Pool, PoolLayout, PullOptions, PushOptions, Role, Selection,
 };
+
+suite!($ reuse:
+    claims_are_aborted_and_their_blocks_reused,
+    pulls_are_aborted_and_their_blocks_reused,
+    grants_are_cancelled_and_their_blocks_reused,
+    a_restart_while_bytes_are_under_way_never_mixes_attempts,
+    deadlines_that_pass_while_bytes_are_under_way_leave_the_blocks_to_us,
+    blocks_retracted_while_they_are_read_never_arrive,
+    a_read_grant_that_is_taken_back_never_counts,
+);
 
 const BLOCK_BYTES: u32 = 64 << 10;
 /// Blocks of a request.
@@ -29,14 +40,14 @@ fn blocks(turn: u32) -> Selection {
 fn mark(pool: &Pool, blocks: &Selection, mark: u8) {
     let bytes = vec![mark; BLOCK_BYTES as usize];
     for &block in &blocks.groups[0].blocks {
-        pool.copy_in(0, block, 0, &bytes).unwrap();
+        put(pool, 0, block, 0, &bytes).unwrap();
     }
 }
 
 fn assert_marked(pool: &Pool, blocks: &Selection, mark: u8, when: &str) {
     let mut bytes = vec![0; BLOCK_BYTES as usize];
     for &block in &blocks.groups[0].blocks {
-        pool.copy_out(0, block, 0, &mut bytes).unwrap();
+        get(pool, 0, block, 0, &mut bytes).unwrap();
         let wrong = bytes.iter().position(|&byte| byte != mark);
         assert_eq!(
             wrong,
@@ -74,7 +85,7 @@ enum Way {
 fn aborted_and_reused(way: Way) {
     let site = site::site_with(site::SLOW);
     let _delay = site.delay(2);
-    let rounds = if crate::IN == "host" {
+    let rounds = if place().pools == "host" {
         site.count(1200, 150)
     } else {
         150
@@ -233,22 +244,18 @@ fn abort_all(way: Way, rounds: u32, prefill: &Side, decode: &Side) -> (u32, u32)
     (aborted, outstanding)
 }
 
-#[test]
 fn claims_are_aborted_and_their_blocks_reused() {
     aborted_and_reused(Way::Claim);
 }
 
-#[test]
 fn pulls_are_aborted_and_their_blocks_reused() {
     aborted_and_reused(Way::ClaimPull);
 }
 
-#[test]
 fn grants_are_cancelled_and_their_blocks_reused() {
     aborted_and_reused(Way::Grant);
 }
 
-#[test]
 fn a_restart_while_bytes_are_under_way_never_mixes_attempts() {
     let site = site::site_with(site::SLOW);
     let _delay = site.delay(2);
@@ -301,7 +308,6 @@ fn a_restart_while_bytes_are_under_way_never_mixes_attempts() {
     assert!(voided > rounds / 4, "only {voided} of {rounds}");
 }
 
-#[test]
 fn deadlines_that_pass_while_bytes_are_under_way_leave_the_blocks_to_us() {
     let site = site::site_with(site::SLOW);
     let _delay = site.delay(20);
@@ -358,7 +364,6 @@ fn deadlines_that_pass_while_bytes_are_under_way_leave_the_blocks_to_us() {
     assert!(exceeded > rounds / 4, "only {exceeded} of {rounds}");
 }
 
-#[test]
 fn blocks_retracted_while_they_are_read_never_arrive() {
     let site = site::site_with(site::SLOW);
     let _delay = site.delay(2);
@@ -406,7 +411,6 @@ fn blocks_retracted_while_they_are_read_never_arrive() {
     assert!(read > rounds / 4, "only {read} of {rounds}");
 }
 
-#[test]
 fn a_read_grant_that_is_taken_back_never_counts() {
     let site = site::site_with(site::SLOW);
     let _delay = site.delay(2);

@@ -1,6 +1,6 @@
 //! Pools in the memory of fake GPUs, where a binary's tests are about that. Each test has a driver of its own.
 
-use std::cell::OnceCell;
+use std::cell::RefCell;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,8 +9,13 @@ use kvxfer::{Endpoint, Pool, PoolLayout, Role};
 use kvxfer_fake_cuda::FakeCuda;
 use kvxfer_testkit::gpus::Gpus;
 
+use crate::place;
+
 /// Tells a child process which driver its parent uses.
 const DIRECTORY: &str = "KVXTEST_CUDA";
+
+/// Tells a child process how late its driver's work is, in µs.
+const DELAY: &str = "KVXTEST_CUDA_DELAY_US";
 
 /// A test's devices, with how many sides use them.
 pub struct Shared {
@@ -19,16 +24,19 @@ pub struct Shared {
 }
 
 thread_local! {
-    static SHARED: OnceCell<Arc<Shared>> = const { OnceCell::new() };
+    static SHARED: RefCell<Option<Arc<Shared>>> = const { RefCell::new(None) };
 }
 
 /// This test's.
 pub fn gpus() -> Arc<Shared> {
     let open = || match std::env::var_os(DIRECTORY) {
         Some(directory) => Gpus::of(FakeCuda::attach(Path::new(&directory)).unwrap()),
-        // What a network device writes is not there before it is flushed.
-        None if crate::IN == "direct" => Gpus::new(&[("*", "writes_ordering", "none")]),
-        None => Gpus::new(&[]),
+        None => {
+            // What a network device writes is not there before it is flushed.
+            let ordering = if place().direct { "none" } else { "all" };
+            let delay = std::env::var(DELAY).unwrap_or_else(|_| "0".into());
+            Gpus::new(&[("*", "writes_ordering", ordering), ("*", "op_delay_us", &delay)])
+        }
     };
     let share = || {
         Arc::new(Shared {
@@ -36,12 +44,17 @@ pub fn gpus() -> Arc<Shared> {
             users: AtomicU32::new(0),
         })
     };
-    SHARED.with(|shared| shared.get_or_init(share).clone())
+    SHARED.with_borrow_mut(|shared| shared.get_or_insert_with(share).clone())
+}
+
+/// The next test makes its own.
+pub(crate) fn forget() {
+    SHARED.take();
 }
 
 /// What child processes must know.
 pub fn variables() -> Vec<(String, String)> {
-    if crate::IN == "host" {
+    if place().pools == "host" {
         return Vec::new();
     }
     let directory = gpus().gpus.fake.directory().to_str().unwrap().to_owned();
@@ -50,7 +63,7 @@ pub fn variables() -> Vec<(String, String)> {
 
 /// Whether the pools of an endpoint of that name are on a device: those who take, or those who give, or all.
 fn on_device(name: &str) -> bool {
-    match crate::IN {
+    match place().pools {
         "host" => false,
         "source" => !super::takes(name),
         "destination" => super::takes(name),
@@ -103,6 +116,8 @@ pub fn fails_under(test: &str, defect: &str) -> bool {
     let passes = |defect: &str| {
         let mut command = std::process::Command::new(std::env::current_exe().unwrap());
         command.args(["--exact", test, "--test-threads=1"]);
+        // Whoever does not wait for it is too early, however busy the machine is.
+        command.env(DELAY, "2000");
         let output = command.env("KVXFER_FAKE_CUDA_DEFECT", defect).output().unwrap();
         let said = String::from_utf8_lossy(&output.stdout);
         // A process that died, or ran nothing, has not caught anything.

@@ -1,8 +1,9 @@
 //! What the integration tests share: small pools, pairs of endpoints, verified bytes.
-#![allow(dead_code, missing_docs, unreachable_pub, clippy::unwrap_used)]
 
 pub mod gpus;
 pub mod site;
+
+use crate::place;
 
 use std::future::{Future, IntoFuture};
 use std::net::SocketAddr;
@@ -13,8 +14,9 @@ use std::thread::Thread;
 use std::time::{Duration, Instant};
 
 use kvxfer::layout::{DType, Geometry, InnerOrder, PlaneKind, PlaneSpec, Sharding};
-use kvxfer::{Config, Endpoint, ErrorKind, Pool, PoolLayout, Result, Role, Selection};
+use kvxfer::{Config, Endpoint, ErrorKind, Pool, PoolLayout, Region, Result, Role, Selection};
 use kvxfer_testkit::pattern::{self, Content};
+use kvxfer_testkit::touch;
 
 /// Longer than anything takes that works.
 pub const LONG: Duration = Duration::from_secs(20);
@@ -25,6 +27,12 @@ pub const LAYERS: u16 = 4;
 /// Blocks of a test pool.
 pub const BLOCKS: u32 = 64;
 
+/// What an earlier test of this thread has made is no more.
+pub fn forget() {
+    site::forget();
+    gpus::forget();
+}
+
 pub fn loopback() -> SocketAddr {
     "127.0.0.1:0".parse().unwrap()
 }
@@ -32,9 +40,9 @@ pub fn loopback() -> SocketAddr {
 /// Settings whose deadlines suit tests, for the transport that the binary's tests are about.
 pub fn config() -> Config {
     let mut config = Config::default();
-    config.transports = vec![crate::OVER.into()];
+    config.transports = vec![place().over.into()];
     config.deadlines.verdict_retention_ms = 2_000;
-    if crate::OVER == "rdma" {
+    if place().over == "rdma" {
         site::site().configure(&mut config);
     }
     config
@@ -43,7 +51,7 @@ pub fn config() -> Config {
 /// As [`config`], on the `n`th side of the wire: what goes to the other side leaves its device.
 pub fn config_on(side: usize) -> Config {
     let mut config = config();
-    if crate::OVER == "rdma" {
+    if place().over == "rdma" {
         config.devices = vec![site::site().device(side)];
     }
     config
@@ -68,7 +76,7 @@ pub fn endpoint_with(name: &str, mut config: Config) -> Endpoint {
         .with_env_filter(filter)
         .with_test_writer()
         .try_init();
-    if crate::OVER == "rdma" && config.devices.is_empty() {
+    if place().over == "rdma" && config.devices.is_empty() {
         config.devices = vec![site::site().device(usize::from(takes(name)))];
     }
     Endpoint::builder().config(config).name(name).build().unwrap()
@@ -120,6 +128,24 @@ pub fn pair() -> (Side, Side) {
 /// Tokens `0..tokens` in these blocks.
 pub fn tokens(tokens: u32, blocks: impl IntoIterator<Item = u32>) -> Selection {
     Selection::single(0, tokens, blocks.into_iter().collect())
+}
+
+fn locate(pool: &Pool, plane: u32, block: u32, offset: u32) -> (&Arc<Region>, u64) {
+    let plane = &pool.layout().planes()[plane as usize];
+    let start = plane.base + u64::from(block) * plane.stride + u64::from(offset);
+    (&pool.regions()[plane.region as usize], start)
+}
+
+/// Writes bytes of a block of a plane, not by the code under test.
+pub fn put(pool: &Pool, plane: u32, block: u32, offset: u32, bytes: &[u8]) -> Result<()> {
+    let (region, start) = locate(pool, plane, block, offset);
+    touch::put(region, start, bytes)
+}
+
+/// Reads bytes of a block of a plane, not by the code under test.
+pub fn get(pool: &Pool, plane: u32, block: u32, offset: u32, bytes: &mut [u8]) -> Result<()> {
+    let (region, start) = locate(pool, plane, block, offset);
+    touch::get(region, start, bytes)
 }
 
 pub fn fill(pool: &Pool, selection: &Selection, key: &str, attempt: u32) {
@@ -179,7 +205,7 @@ pub fn snapshot(pool: &Pool) -> Vec<u8> {
     for region in pool.regions() {
         let start = all.len();
         all.resize(start + usize::try_from(region.length()).unwrap(), 0);
-        region.copy_out(0, &mut all[start..]).unwrap();
+        touch::get(region, 0, &mut all[start..]).unwrap();
     }
     all
 }

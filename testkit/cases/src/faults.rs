@@ -5,28 +5,41 @@ use std::io::BufRead;
 use std::time::{Duration, Instant};
 
 use crate::common::*;
+use crate::{place, sibling};
 use kvxfer::{
     Claim, ClaimOptions, Destination, EndpointAddress, ErrorKind, Grant, GrantHandle, GrantOptions, Offer,
     OfferOptions, PoolLayout, PushOptions, Role, Selection, Transfer,
 };
 use kvxfer_testkit::process::{ChildProcess, role};
 
+suite!($ faults:
+    #[ignore = "the child of the other tests"] child_main,
+    a_killed_receiver_is_reported_in_time,
+    a_killed_sender_is_reported_in_time_and_leaves_the_blocks_to_us,
+    a_stopped_receiver_never_lets_the_sender_succeed,
+    a_stopped_sender_cannot_write_into_reclaimed_blocks,
+    a_killed_owner_of_what_is_read_is_reported_in_time_and_leaves_the_blocks_to_us,
+    what_is_read_does_not_arrive_while_its_owner_stands_still,
+    a_restarted_peer_is_stale_under_its_old_address,
+    a_session_survives_a_short_stop,
+);
+
 /// A block of the pools here: big, so that a transfer takes long enough to be interrupted.
 const BLOCK_BYTES: u32 = 1 << 20;
-const BIG_BLOCKS: u32 = match crate::OVER.as_bytes() {
-    // On wires that are slow on purpose.
-    b"rdma" => 96,
-    _ => 192,
-};
+/// How many: fewer on wires that are slow on purpose.
+fn big_blocks() -> u32 {
+    if place().over == "rdma" { 96 } else { 192 }
+}
+
 /// A dead peer is reported within this time.
 const REPORTED: Duration = Duration::from_secs(3);
 
 fn big() -> PoolLayout {
-    PoolLayout::opaque(BLOCK_BYTES, BIG_BLOCKS).unwrap()
+    PoolLayout::opaque(BLOCK_BYTES, big_blocks()).unwrap()
 }
 
 fn all() -> Selection {
-    Selection::single(0, BIG_BLOCKS, (0..BIG_BLOCKS).collect())
+    Selection::single(0, big_blocks(), (0..big_blocks()).collect())
 }
 
 fn first() -> Selection {
@@ -39,14 +52,14 @@ fn big_side(name: &str) -> Side {
 
 /// Bytes are under way for a while, where that must be arranged.
 fn slow() -> Option<site::Delay> {
-    (crate::OVER == "rdma").then(|| site::site_with(site::SLOW).delay(10))
+    (place().over == "rdma").then(|| site::site_with(site::SLOW).delay(10))
 }
 
 /// A cheap fill: one byte per block, everywhere.
 fn mark(side: &Side, mark: u8) {
     let block = vec![mark; BLOCK_BYTES as usize];
-    for n in 0..BIG_BLOCKS {
-        side.pool.copy_in(0, n, 0, &block).unwrap();
+    for n in 0..big_blocks() {
+        put(&side.pool, 0, n, 0, &block).unwrap();
     }
 }
 
@@ -54,8 +67,8 @@ fn mark(side: &Side, mark: u8) {
 fn unlike(side: &Side, mark: u8) -> usize {
     let mut block = vec![0; BLOCK_BYTES as usize];
     let mut count = 0;
-    for n in 0..BIG_BLOCKS {
-        side.pool.copy_out(0, n, 0, &mut block).unwrap();
+    for n in 0..big_blocks() {
+        get(&side.pool, 0, n, 0, &mut block).unwrap();
         count += usize::from(block.iter().any(|&byte| byte != mark));
     }
     count
@@ -96,8 +109,6 @@ impl Held {
     }
 }
 
-#[test]
-#[ignore = "the child of the other tests"]
 #[allow(clippy::print_stdout)]
 fn child_main() {
     if role().is_none() {
@@ -134,7 +145,7 @@ fn child_main() {
             ["offer", key] => {
                 let offer = side.endpoint.offer(key, &side.pool, OfferOptions::default()).unwrap();
                 offer.append(all()).unwrap();
-                offer.finish(BIG_BLOCKS).unwrap();
+                offer.finish(big_blocks()).unwrap();
                 held.insert(key.into(), Held::Offer(offer));
                 println!("offered");
             }
@@ -165,7 +176,7 @@ impl Peer {
         let site = [site::site().variables(), gpus::variables()].concat();
         let site = site.iter().map(|(name, value)| (name.as_str(), value.as_str()));
         let variables: Vec<_> = variables.iter().copied().chain(site).collect();
-        let mut process = ChildProcess::test("cases::child_main", "peer", &variables).unwrap();
+        let mut process = ChildProcess::test(&sibling("child_main"), "peer", &variables).unwrap();
         let line = process.expect_line("address ", LONG).unwrap();
         let address = line.strip_prefix("address ").unwrap().parse().unwrap();
         Peer { process, address }
@@ -182,8 +193,8 @@ impl Peer {
 fn begun(side: &Side, mark: u8) {
     eventually("the first bytes arrive", || {
         let mut byte = [0];
-        (0..BIG_BLOCKS).any(|n| {
-            side.pool.copy_out(0, n, 0, &mut byte).unwrap();
+        (0..big_blocks()).any(|n| {
+            get(&side.pool, 0, n, 0, &mut byte).unwrap();
             byte[0] == mark
         })
     });
@@ -191,7 +202,6 @@ fn begun(side: &Side, mark: u8) {
 
 // ------------------------------------------------------------------------------------------------ the tests
 
-#[test]
 fn a_killed_receiver_is_reported_in_time() {
     let _slow = slow();
     let side = big_side("sender");
@@ -223,7 +233,6 @@ fn a_killed_receiver_is_reported_in_time() {
     assert!(killed.elapsed() < REPORTED, "{:?}", killed.elapsed());
 }
 
-#[test]
 fn a_killed_sender_is_reported_in_time_and_leaves_the_blocks_to_us() {
     let _slow = slow();
     let side = big_side("receiver");
@@ -242,7 +251,7 @@ fn a_killed_sender_is_reported_in_time_and_leaves_the_blocks_to_us() {
     match claim.arrived().wait(LONG) {
         Ok(arrival) => {
             // All of it was in the socket already: then it must be all there.
-            assert_eq!(arrival.bytes, u64::from(BLOCK_BYTES) * u64::from(BIG_BLOCKS));
+            assert_eq!(arrival.bytes, u64::from(BLOCK_BYTES) * u64::from(big_blocks()));
             assert_eq!(unlike(&side, 7), 0);
         }
         Err(error) => {
@@ -255,7 +264,6 @@ fn a_killed_sender_is_reported_in_time_and_leaves_the_blocks_to_us() {
     }
 }
 
-#[test]
 fn a_stopped_receiver_never_lets_the_sender_succeed() {
     let _slow = slow();
     let side = big_side("sender");
@@ -297,7 +305,6 @@ fn a_stopped_receiver_never_lets_the_sender_succeed() {
     panic!("no transfer of 20 was slow enough to be stopped in the middle");
 }
 
-#[test]
 fn a_stopped_sender_cannot_write_into_reclaimed_blocks() {
     let _slow = slow();
     let side = big_side("receiver");
@@ -351,7 +358,6 @@ fn pull_begun(side: &Side, peer: &mut Peer) -> Claim {
     claim
 }
 
-#[test]
 fn a_killed_owner_of_what_is_read_is_reported_in_time_and_leaves_the_blocks_to_us() {
     let _slow = slow();
     let side = big_side("reader");
@@ -372,7 +378,6 @@ fn a_killed_owner_of_what_is_read_is_reported_in_time_and_leaves_the_blocks_to_u
     }
 }
 
-#[test]
 fn what_is_read_does_not_arrive_while_its_owner_stands_still() {
     let _slow = slow();
     let side = big_side("reader");
@@ -403,7 +408,6 @@ fn what_is_read_does_not_arrive_while_its_owner_stands_still() {
     assert_eq!(unlike(&side, 9), 0, "a byte landed after the end was reported");
 }
 
-#[test]
 fn a_restarted_peer_is_stale_under_its_old_address() {
     let _slow = slow();
     let side = big_side("decode");
@@ -443,7 +447,6 @@ fn a_restarted_peer_is_stale_under_its_old_address() {
     assert!(again.ask("wait k", "ended k").starts_with("ok"));
 }
 
-#[test]
 fn a_session_survives_a_short_stop() {
     let _slow = slow();
     let side = big_side("decode");

@@ -5,6 +5,13 @@ use std::time::{Duration, Instant};
 use crate::common::*;
 use kvxfer::{GrantOptions, Path, PoolLayout, PushOptions, Role, Selection, Transfer};
 
+suite!($ rails:
+    a_rail_that_goes_down_is_left_and_rejoins,
+    the_only_rail_may_be_down_for_a_while,
+    rails_that_stay_down_are_left_for_the_next_transport_named,
+    rails_that_stay_down_are_an_error_if_nothing_else_is_named,
+);
+
 const BLOCK_BYTES: u32 = 1 << 20;
 
 /// Enough to be under way for some time.
@@ -38,14 +45,14 @@ fn all() -> Selection {
 fn mark(side: &Side, first: u8) {
     for block in 0..blocks() {
         let bytes = vec![first.wrapping_add(block as u8); BLOCK_BYTES as usize];
-        side.pool.copy_in(0, block, 0, &bytes).unwrap();
+        put(&side.pool, 0, block, 0, &bytes).unwrap();
     }
 }
 
 fn assert_marked(side: &Side, first: u8) {
     let mut bytes = vec![0; BLOCK_BYTES as usize];
     for block in 0..blocks() {
-        side.pool.copy_out(0, block, 0, &mut bytes).unwrap();
+        get(&side.pool, 0, block, 0, &mut bytes).unwrap();
         let wrong = bytes.iter().position(|&byte| byte != first.wrapping_add(block as u8));
         assert_eq!(wrong, None, "block {block}");
     }
@@ -86,7 +93,6 @@ fn losses(side: &Side) -> f64 {
     metric_sum(&side.endpoint, "kvxfer_rail_losses_total", "")
 }
 
-#[test]
 fn a_rail_that_goes_down_is_left_and_rejoins() {
     let site = site::site_with(site::SLOW);
     let Some((sender, receiver)) = sides(2) else {
@@ -152,7 +158,6 @@ fn a_rail_that_goes_down_is_left_and_rejoins() {
     );
 }
 
-#[test]
 fn the_only_rail_may_be_down_for_a_while() {
     let site = site::site_with(site::SLOW);
     let (sender, receiver) = sides(1).unwrap();
@@ -181,7 +186,6 @@ fn the_only_rail_may_be_down_for_a_while() {
     }
 }
 
-#[test]
 fn rails_that_stay_down_are_left_for_the_next_transport_named() {
     let site = site::site_with(site::SLOW);
     let (sender, receiver) = sides_with(1, |config| {
@@ -205,7 +209,6 @@ fn rails_that_stay_down_are_left_for_the_next_transport_named() {
     }
 }
 
-#[test]
 fn rails_that_stay_down_are_an_error_if_nothing_else_is_named() {
     let site = site::site_with(site::SLOW);
     let (sender, receiver) = sides_with(1, |config| config.rdma.outage_ms = 300).unwrap();

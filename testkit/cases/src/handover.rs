@@ -3,8 +3,32 @@
 use std::time::{Duration, Instant};
 
 use crate::common::*;
+use crate::place;
 use kvxfer::layout::InnerOrder;
 use kvxfer::{ClaimOptions, Destination, ErrorKind, OfferOptions, Role, Selection, Verdict};
+
+suite!($ handover:
+    a_request_is_handed_over,
+    the_claim_may_come_first_and_nothing_needs_tokio,
+    parts_stream_as_they_become_ready,
+    many_offers_are_made_ready_in_one_step,
+    four_ranks_hand_over_to_two,
+    held_tokens_are_not_sent_again,
+    an_offer_serves_as_many_readers_as_it_was_opened_for,
+    one_members_failure_is_in_the_verdict_and_does_not_hold_the_other,
+    a_claim_can_be_declined_before_or_after_the_offer_comes,
+    a_dropped_claim_is_cancelled_at_both_sides,
+    a_detached_claim_goes_on,
+    a_cancelled_offer_ends_its_claim_and_the_key_is_remembered,
+    retracted_blocks_never_arrive,
+    a_restart_voids_what_came_before,
+    bytes_can_be_pulled,
+    checksums_do_not_disturb,
+    deadlines_end_both_sides,
+    tokens_that_nobody_has_are_named,
+    pools_that_do_not_fit_are_refused_before_any_byte,
+    bad_arguments_are_typed_errors,
+);
 
 /// Offers `key` from the first tokens' blocks, whole.
 fn offer_all(side: &Side, key: &str, selection: &Selection, options: OfferOptions) -> kvxfer::Offer {
@@ -15,7 +39,6 @@ fn offer_all(side: &Side, key: &str, selection: &Selection, options: OfferOption
     offer
 }
 
-#[test]
 fn a_request_is_handed_over() {
     let (prefill, decode) = pair();
     let source = tokens(100, [9, 3, 7, 1, 0, 20, 11]);
@@ -37,10 +60,9 @@ fn a_request_is_handed_over() {
     assert_eq!(release.members[0].verdict, Verdict::Arrived);
     assert_eq!(release.members[0].peer, decode.endpoint.incarnation());
     let text = prefill.endpoint.explain(&decode.endpoint.address());
-    assert!(text.contains(&format!("path: {}", crate::OVER)), "{text}");
+    assert!(text.contains(&format!("path: {}", place().over)), "{text}");
 }
 
-#[test]
 fn the_claim_may_come_first_and_nothing_needs_tokio() {
     let (prefill, decode) = pair();
     let destination = tokens(32, [1, 2]);
@@ -60,7 +82,6 @@ fn the_claim_may_come_first_and_nothing_needs_tokio() {
     assert!(claim.waiting_on().is_none());
 }
 
-#[test]
 fn parts_stream_as_they_become_ready() {
     let (prefill, decode) = pair();
     let source = tokens(64, [10, 11, 12, 13]);
@@ -94,7 +115,6 @@ fn parts_stream_as_they_become_ready() {
     offer.released().wait(LONG).unwrap();
 }
 
-#[test]
 fn many_offers_are_made_ready_in_one_step() {
     let (prefill, decode) = pair();
     let sources = [prefill.endpoint.address()];
@@ -132,7 +152,6 @@ fn many_offers_are_made_ready_in_one_step() {
     }
 }
 
-#[test]
 fn four_ranks_hand_over_to_two() {
     let sources: Vec<Side> = (0..4)
         .map(|rank| {
@@ -179,7 +198,6 @@ fn four_ranks_hand_over_to_two() {
     }
 }
 
-#[test]
 fn held_tokens_are_not_sent_again() {
     let (prefill, decode) = pair();
     let offer = offer_all(&prefill, "prefix", &tokens(64, [1, 2, 3, 4]), OfferOptions::default());
@@ -203,7 +221,6 @@ fn held_tokens_are_not_sent_again() {
     offer.released().wait(LONG).unwrap();
 }
 
-#[test]
 fn an_offer_serves_as_many_readers_as_it_was_opened_for() {
     let (prefill, decode) = pair();
     let other = Side::new("decode-2");
@@ -231,7 +248,6 @@ fn an_offer_serves_as_many_readers_as_it_was_opened_for() {
     assert_eq!(error.kind(), ErrorKind::AlreadyClaimed, "{error}");
 }
 
-#[test]
 fn one_members_failure_is_in_the_verdict_and_does_not_hold_the_other() {
     let (prefill, decode) = pair();
     let other = Side::new("decode-2");
@@ -262,7 +278,6 @@ fn one_members_failure_is_in_the_verdict_and_does_not_hold_the_other() {
     assert_eq!(verdicts, [true, false]);
 }
 
-#[test]
 fn a_claim_can_be_declined_before_or_after_the_offer_comes() {
     let (prefill, decode) = pair();
     let sources = [prefill.endpoint.address()];
@@ -286,7 +301,6 @@ fn a_claim_can_be_declined_before_or_after_the_offer_comes() {
     assert!(began.elapsed() < Duration::from_secs(10));
 }
 
-#[test]
 fn a_dropped_claim_is_cancelled_at_both_sides() {
     let (prefill, decode) = pair();
     let source = tokens(16, [0]);
@@ -316,7 +330,6 @@ fn a_dropped_claim_is_cancelled_at_both_sides() {
     assert_eq!(error.kind(), ErrorKind::Cancelled, "{error}");
 }
 
-#[test]
 fn a_detached_claim_goes_on() {
     let (prefill, decode) = pair();
     let destination = tokens(16, [1]);
@@ -337,7 +350,6 @@ fn a_detached_claim_goes_on() {
     verify(&decode.pool, &destination, "detached", 0);
 }
 
-#[test]
 fn a_cancelled_offer_ends_its_claim_and_the_key_is_remembered() {
     let (prefill, decode) = pair();
     let sources = [prefill.endpoint.address()];
@@ -368,7 +380,6 @@ fn a_cancelled_offer_ends_its_claim_and_the_key_is_remembered() {
     );
 }
 
-#[test]
 fn retracted_blocks_never_arrive() {
     let (prefill, decode) = pair();
     let source = tokens(32, [1, 2]);
@@ -403,7 +414,6 @@ fn retracted_blocks_never_arrive() {
     assert_eq!(unknown.retract(&[1]).unwrap_err().kind(), ErrorKind::InvalidArgument);
 }
 
-#[test]
 fn a_restart_voids_what_came_before() {
     let (prefill, decode) = pair();
     let first = tokens(32, [1, 2]);
@@ -435,7 +445,6 @@ fn a_restart_voids_what_came_before() {
     offer.released().wait(LONG).unwrap();
 }
 
-#[test]
 fn bytes_can_be_pulled() {
     let (prefill, decode) = pair();
     let source = tokens(48, [1, 2, 3]);
@@ -458,7 +467,6 @@ fn bytes_can_be_pulled() {
     );
 }
 
-#[test]
 fn checksums_do_not_disturb() {
     let (prefill, decode) = pair();
     let options = OfferOptions {
@@ -482,7 +490,6 @@ fn checksums_do_not_disturb() {
     offer.released().wait(LONG).unwrap();
 }
 
-#[test]
 fn deadlines_end_both_sides() {
     let (prefill, decode) = pair();
     let soon = Some(Duration::from_millis(150));
@@ -523,7 +530,6 @@ fn deadlines_end_both_sides() {
     assert_eq!(error.kind(), ErrorKind::DeadlineExceeded, "{error}");
 }
 
-#[test]
 fn tokens_that_nobody_has_are_named() {
     let (prefill, decode) = pair();
     let offer = offer_all(&prefill, "short", &tokens(32, [1, 2]), OfferOptions::default());
@@ -543,7 +549,6 @@ fn tokens_that_nobody_has_are_named() {
     assert!(offer.released().wait(LONG).is_err());
 }
 
-#[test]
 fn pools_that_do_not_fit_are_refused_before_any_byte() {
     let prefill = Side::new("prefill");
     let decode = Side::with(
@@ -580,7 +585,6 @@ fn pools_that_do_not_fit_are_refused_before_any_byte() {
     assert_eq!(before, snapshot(&decode.pool));
 }
 
-#[test]
 fn bad_arguments_are_typed_errors() {
     let (prefill, decode) = pair();
     let kind = |result: kvxfer::Result<()>| result.unwrap_err().kind();

@@ -4,9 +4,24 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::common::*;
+use crate::place;
 use kvxfer::{BlockDescriptor, ErrorKind, Grant, GrantOptions, PoolLayout, PullOptions, PushOptions, Role, Selection};
 
-#[test]
+suite!($ grants:
+    a_push_places_its_bytes_and_delivers_its_message,
+    a_large_message_arrives_whole,
+    large_pushes_go_on_though_nobody_looks_at_them,
+    a_pull_reads_what_is_served,
+    explicit_pieces_go_where_they_are_told,
+    a_cancelled_grant_takes_nothing,
+    a_used_grant_is_not_used_again,
+    a_grant_expires,
+    only_the_holder_may_use_a_grant,
+    what_does_not_fit_is_refused_at_once,
+    slots_are_limited_and_come_back,
+    the_same_grants_go_round_many_times,
+);
+
 fn a_push_places_its_bytes_and_delivers_its_message() {
     let (sender, receiver) = pair();
     let source = tokens(40, [1, 2, 3]);
@@ -32,11 +47,10 @@ fn a_push_places_its_bytes_and_delivers_its_message() {
     let delivery = transfer.done().wait(LONG).unwrap();
     assert_eq!(delivery.bytes, arrival.bytes);
     let path = transfer.path().unwrap();
-    assert_eq!(path.transport, crate::OVER);
+    assert_eq!(path.transport, place().over);
     assert!(!path.rails.is_empty());
 }
 
-#[test]
 fn a_large_message_arrives_whole() {
     let (sender, receiver) = pair();
     let message: Arc<[u8]> = (0..64u32 << 10).map(|n| ((n * 7) >> 3) as u8).collect();
@@ -67,7 +81,6 @@ fn a_large_message_arrives_whole() {
     assert_eq!(refused.unwrap_err().kind(), ErrorKind::InvalidArgument);
 }
 
-#[test]
 fn large_pushes_go_on_though_nobody_looks_at_them() {
     // 64 blocks of 256 KiB: large enough to be planned by the control thread, which nobody wakes.
     let layout = || PoolLayout::opaque(256 << 10, 64).unwrap();
@@ -101,7 +114,6 @@ fn large_pushes_go_on_though_nobody_looks_at_them() {
     }
 }
 
-#[test]
 fn a_pull_reads_what_is_served() {
     let (owner, reader) = pair();
     let source = tokens(32, [1, 2]);
@@ -133,7 +145,6 @@ fn a_pull_reads_what_is_served() {
     assert!(again.is_err());
 }
 
-#[test]
 fn explicit_pieces_go_where_they_are_told() {
     let sender = Side::with("sender", config(), PoolLayout::opaque(4096, 16).unwrap(), Role::Serve);
     let receiver = Side::with(
@@ -176,7 +187,6 @@ fn explicit_pieces_go_where_they_are_told() {
     assert_eq!(snapshot(&receiver.pool), expected);
 }
 
-#[test]
 fn a_cancelled_grant_takes_nothing() {
     let (sender, receiver) = pair();
     let granted = receiver.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
@@ -195,7 +205,6 @@ fn a_cancelled_grant_takes_nothing() {
     assert_eq!(before, snapshot(&receiver.pool));
 }
 
-#[test]
 fn a_used_grant_is_not_used_again() {
     let (sender, receiver) = pair();
     let granted = receiver.pool.grant(tokens(16, [1]), GrantOptions::default()).unwrap();
@@ -213,7 +222,6 @@ fn a_used_grant_is_not_used_again() {
     verify(&receiver.pool, &tokens(16, [1]), "first", 0);
 }
 
-#[test]
 fn a_grant_expires() {
     let (sender, receiver) = pair();
     let options = GrantOptions {
@@ -230,7 +238,6 @@ fn a_grant_expires() {
     assert!(late.is_err());
 }
 
-#[test]
 fn only_the_holder_may_use_a_grant() {
     let (sender, receiver) = pair();
     let other = Side::new("other");
@@ -256,7 +263,6 @@ fn only_the_holder_may_use_a_grant() {
     verify(&receiver.pool, &tokens(16, [1]), "holder", 0);
 }
 
-#[test]
 fn what_does_not_fit_is_refused_at_once() {
     let (sender, receiver) = pair();
     let kind = |result: kvxfer::Result<()>| result.unwrap_err().kind();
@@ -282,7 +288,6 @@ fn what_does_not_fit_is_refused_at_once() {
     assert_eq!(error.kind(), ErrorKind::InvalidArgument, "{error}");
 }
 
-#[test]
 fn slots_are_limited_and_come_back() {
     let mut small = config();
     small.limits.slots_max = 4;
@@ -304,11 +309,10 @@ fn slots_are_limited_and_come_back() {
     });
 }
 
-#[test]
 fn the_same_grants_go_round_many_times() {
     let (a, b) = pair();
     // Painting and verifying device memory takes its time.
-    let rounds: u32 = if crate::IN == "host" { 300 } else { 40 };
+    let rounds: u32 = if place().pools == "host" { 300 } else { 40 };
     for round in 0..rounds {
         let key = format!("round-{round}");
         let (from, to) = if round % 2 == 0 { (&a, &b) } else { (&b, &a) };

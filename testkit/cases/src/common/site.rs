@@ -1,13 +1,15 @@
 //! Where tests over RDMA run: on the devices that `KVXFER_TEST_DEVICES` names (`rxe0,rxe1` or `rxe0,rxe1,rxe2,rxe3`:
 //! two ends of each wire), else on fakes. Each test has a fabric of fakes of its own.
 
-use std::cell::OnceCell;
+use std::cell::RefCell;
 use std::path::PathBuf;
 use std::process::Command;
 use std::rc::Rc;
 
 use kvxfer::Config;
 use kvxfer_fake_verbs::FakeFabric;
+
+use crate::place;
 
 /// Tells a child process which library its parent uses.
 const LIBRARY: &str = "KVXTEST_LIBRARY";
@@ -31,7 +33,7 @@ pub const SLOW: &[(&str, &str, &str)] = &[
 ];
 
 thread_local! {
-    static SITE: OnceCell<Rc<Site>> = const { OnceCell::new() };
+    static SITE: RefCell<Option<Rc<Site>>> = const { RefCell::new(None) };
 }
 
 /// This test's.
@@ -41,7 +43,12 @@ pub fn site() -> Rc<Site> {
 
 /// This test's, made with these settings of the fakes. They count only at a test's first call.
 pub fn site_with(settings: &[(&str, &str, &str)]) -> Rc<Site> {
-    SITE.with(|site| Rc::clone(site.get_or_init(|| Rc::new(Site::open(settings)))))
+    SITE.with_borrow_mut(|site| Rc::clone(site.get_or_insert_with(|| Rc::new(Site::open(settings)))))
+}
+
+/// The next test makes its own.
+pub(crate) fn forget() {
+    SITE.take();
 }
 
 impl Site {
@@ -73,7 +80,7 @@ impl Site {
                 devices,
             };
         }
-        let dmabuf = if crate::IN == "direct" { "on" } else { "off" };
+        let dmabuf = if place().direct { "on" } else { "off" };
         let four = [("*", "devices", "4"), ("*", "dmabuf", dmabuf)];
         let fabric = FakeFabric::with(&[&four, settings].concat()).unwrap();
         Site {

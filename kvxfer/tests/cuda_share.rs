@@ -1,21 +1,14 @@
 //! A pool whose GPU memory another process on this host has mapped: it is closed only once that has let go.
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
-mod common;
-
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use common::*;
 use kvxfer::{ClaimOptions, Config, Endpoint, ErrorKind, OfferOptions, Pool, PoolLayout, Role, Selection};
+use kvxfer_cases::common::*;
 use kvxfer_fake_cuda::{Engine, FakeCuda};
 use kvxfer_testkit::process::{ChildProcess, role};
-
-/// The transport of this binary's endpoints.
-const OVER: &str = "tcp";
-/// Where their pools are.
-const IN: &str = "cuda";
 
 const BLOCK: u32 = 64 << 10;
 const BLOCKS_HERE: u32 = 16;
@@ -73,7 +66,7 @@ fn child_main() {
         key += 1;
         println!("wants {key}");
         let claim = decode
-            .claim(&format!("r{key}"), &destination, &prefill, ClaimOptions::default())
+            .claim(format!("r{key}"), &destination, &prefill, ClaimOptions::default())
             .unwrap();
         claim.fill(Selection::whole_blocks(1, vec![5])).unwrap();
         claim.arrived().wait(LONG).unwrap();
@@ -100,7 +93,7 @@ fn a_pool_is_closed_when_others_have_let_go_of_its_memory() {
             continue;
         };
         let offer = prefill
-            .offer(&format!("r{key}"), &source, OfferOptions::default())
+            .offer(format!("r{key}"), &source, OfferOptions::default())
             .unwrap();
         offer.append(Selection::whole_blocks(1, vec![2])).unwrap();
         offer.ready(0..1, ..).unwrap();

@@ -19,9 +19,9 @@ use kvxfer_testkit::transport::Ends;
 use support::*;
 
 const MIB: usize = 1 << 20;
-const POOL: u64 = 16 << 20;
+const POOL: u64 = 8 << 20;
 /// Several chunks on each lane.
-const BYTES: u64 = 8 << 20;
+const BYTES: u64 = 4 << 20;
 /// Longer than whatever a test does while a copy runs.
 const SLOW: Duration = Duration::from_millis(100);
 
@@ -64,6 +64,29 @@ impl Case {
             source,
             destination,
             next: AtomicU64::new(1),
+        }
+    }
+
+    /// The source's pool is closed and registered again.
+    fn registered_anew(self) -> Case {
+        let regions: Vec<Arc<Region>> = self.source.regions.to_vec();
+        let Case {
+            pair,
+            here,
+            there,
+            source,
+            destination,
+            next,
+        } = self;
+        drop(source);
+        let source = pair.left.memory_of(regions);
+        Case {
+            pair,
+            here,
+            there,
+            source,
+            destination,
+            next,
         }
     }
 
@@ -319,25 +342,7 @@ fn a_pool_that_is_registered_again_is_mapped_again() {
     let before = case.pair.left.moved("sent");
     case.pushes_verify();
     assert_eq!(case.pair.left.moved("sent"), before);
-    let Case {
-        pair,
-        here,
-        there,
-        source,
-        destination,
-        next,
-    } = case;
-    drop(source);
-    let source = pair.left.memory_of(regions);
-    let case = Case {
-        pair,
-        here,
-        there,
-        source,
-        destination,
-        next,
-    };
-    let case = case.mapped();
+    let case = case.registered_anew().mapped();
     case.ends_well();
 }
 
@@ -453,5 +458,95 @@ fn closing_in_the_middle_ends_all_touching() {
     case.destination.paint(&to, 0x77);
     std::thread::sleep(SLOW);
     assert!(case.destination.is_all(&to, 0x77), "a late write");
+    case.no_rule_broken();
+}
+
+/// What is done to a push at some moment of it.
+#[derive(Debug, Clone, Copy)]
+enum Fault {
+    Nothing,
+    /// The source's owner takes its blocks back, and gives them to somebody else.
+    TakeBack,
+    /// The destination's owner does.
+    Close,
+    CutLanes,
+    FailCopy,
+    Recall,
+}
+
+#[test]
+fn whatever_happens_meanwhile_what_counts_is_what_was_meant() {
+    let proxy = Proxy::new(v4());
+    let mut case = Case::through(Duration::from_millis(3), Some(&proxy)).mapped();
+    let mut rng = Rng::new(77);
+    let mut ends = [0u32; 2];
+    for round in 0..60 {
+        let fault = [
+            Fault::Nothing,
+            Fault::TakeBack,
+            Fault::Close,
+            Fault::CutLanes,
+            Fault::FailCopy,
+            Fault::Recall,
+        ][rng.below(6) as usize];
+        let (id, from, to) = case.streams();
+        case.source.fill(0, id);
+        case.destination.paint(&to, 0xAA);
+        let meant = case.source.bytes(&from);
+        let slot = case.pair.right.grant(to.clone(), &case.destination, None);
+        let sent = Push::new(id, slot, &case.source, from.clone()).submit(&case.pair.left_link);
+        std::thread::sleep(Duration::from_micros(rng.below(6_000)));
+        match fault {
+            Fault::Nothing => {}
+            Fault::TakeBack => {
+                sent.gate.close();
+                case.pair.left_link.stop(sent.id);
+                until("the source's fence", || sent.gate.fenced());
+                case.source.paint(&from, 0x55);
+            }
+            Fault::Close => {
+                if case.pair.right.take_back(&case.pair.right_link, slot) != Close::AlreadyArrived {
+                    case.destination.paint(&to, 0x77);
+                }
+            }
+            Fault::CutLanes => {
+                proxy.cut();
+            }
+            Fault::FailCopy => case.there.fail_copies(1),
+            Fault::Recall => case.source.registered.exported[0].recall(),
+        }
+        let arrived = case.pair.left_log.wait("an end", |event| match event {
+            LinkEvent::Send(SendEvent::Arrived(other)) if *other == sent.id => Some(true),
+            LinkEvent::Send(SendEvent::Quiet(other) | SendEvent::Refused(other)) if *other == sent.id => Some(false),
+            LinkEvent::MemoryFailed { transfer, .. } if *transfer == sent.id => Some(false),
+            _ => None,
+        });
+        ends[usize::from(arrived)] += 1;
+        let what = format!("round {round}: {fault:?}, arrived: {arrived}");
+        if arrived {
+            assert!(case.destination.bytes(&to) == meant, "{what}");
+        } else {
+            match fault {
+                Fault::Close => {}
+                Fault::TakeBack => case.only_what_was_counts(slot, &to, &meant),
+                // The copy that failed may have been one from staging.
+                Fault::FailCopy => {}
+                _ => panic!("{what}"),
+            }
+            sent.gate.close();
+            case.pair.left_link.stop(sent.id);
+            case.pair.right.take_back(&case.pair.right_link, slot);
+            if matches!(fault, Fault::Close) {
+                std::thread::sleep(Duration::from_millis(6));
+                assert!(case.destination.is_all(&to, 0x77), "{what}: a late write");
+            }
+        }
+        case.there.fail_copies(0);
+        assert!(case.pair.right.slots.release(slot.0, slot.1));
+        if matches!(fault, Fault::Recall) {
+            case = case.registered_anew();
+        }
+    }
+    assert!(ends[0] > 5 && ends[1] > 20, "{ends:?}");
     case.no_rule_broken();
 }

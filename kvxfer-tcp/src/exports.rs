@@ -3,7 +3,7 @@
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 
 use kvxfer_core::Error;
 use kvxfer_core::flow::{Chunk, ChunkName, Gate, Payload, TransferId};
@@ -22,25 +22,78 @@ const AS_BYTES_MAX: usize = 256;
 /// The exported regions of an endpoint's pools.
 #[derive(Default)]
 pub(crate) struct ExportTable {
-    // By the region's address: pools keep their regions.
-    regions: Mutex<HashMap<usize, Entry>>,
+    // By the region's address: registrations keep their regions.
+    regions: Mutex<HashMap<usize, Arc<Entry>>>,
     next: AtomicU32,
 }
 
+/// One export, of all registrations that the region is in.
+#[derive(Debug)]
 struct Entry {
     number: u32,
     exported: Arc<dyn Exported>,
-    /// Registrations that it is in.
-    registrations: usize,
+    /// Registrations that have not recalled it.
+    live: AtomicUsize,
+}
+
+impl Entry {
+    fn is_live(&self) -> bool {
+        self.live.load(Ordering::SeqCst) > 0
+    }
+
+    /// One registration more, unless the last has recalled it.
+    fn join(&self) -> bool {
+        let more = |live: usize| (live > 0).then_some(live + 1);
+        self.live.fetch_update(Ordering::SeqCst, Ordering::SeqCst, more).is_ok()
+    }
+}
+
+/// A registration's share in an export: recalled when all of them are.
+#[derive(Debug)]
+struct Joint {
+    entry: Arc<Entry>,
+    recalled: AtomicBool,
+}
+
+impl Exported for Joint {
+    fn description(&self) -> &[u8] {
+        self.entry.exported.description()
+    }
+
+    fn recall(&self) {
+        let first = !self.recalled.swap(true, Ordering::SeqCst);
+        if first && self.entry.live.fetch_sub(1, Ordering::SeqCst) == 1 {
+            self.entry.exported.recall();
+        }
+    }
+
+    /// Those of other registrations are not this one's.
+    fn importers(&self) -> usize {
+        match self.recalled.load(Ordering::SeqCst) && self.entry.is_live() {
+            true => 0,
+            false => self.entry.exported.importers(),
+        }
+    }
+}
+
+impl Drop for Joint {
+    fn drop(&mut self) {
+        self.recall();
+    }
 }
 
 impl ExportTable {
     /// Exports a region, unless its domain does not do that. Why not, if it might.
-    pub(crate) fn add(&self, region: &Arc<Region>) -> Result<Option<Arc<dyn Exported>>, Error> {
+    fn add(&self, region: &Arc<Region>) -> Result<Option<Arc<dyn Exported>>, Error> {
         let mut regions = self.regions.lock();
-        if let Some(entry) = regions.get_mut(&key(region)) {
-            entry.registrations += 1;
-            return Ok(Some(Arc::clone(&entry.exported)));
+        let joint = |entry: &Arc<Entry>| -> Arc<dyn Exported> {
+            Arc::new(Joint {
+                entry: Arc::clone(entry),
+                recalled: AtomicBool::new(false),
+            })
+        };
+        if let Some(entry) = regions.get(&key(region)).filter(|entry| entry.join()) {
+            return Ok(Some(joint(entry)));
         }
         let Some(exported) = region.domain().export(region).transpose()? else {
             return Ok(None);
@@ -50,25 +103,13 @@ impl ExportTable {
         let Ok(number) = self.next.fetch_update(Ordering::Relaxed, Ordering::Relaxed, next) else {
             return Ok(None);
         };
-        regions.insert(
-            key(region),
-            Entry {
-                number,
-                exported: Arc::clone(&exported),
-                registrations: 1,
-            },
-        );
-        Ok(Some(exported))
-    }
-
-    fn remove(&self, region: &Arc<Region>) {
-        let mut regions = self.regions.lock();
-        if let Some(entry) = regions.get_mut(&key(region)) {
-            entry.registrations -= 1;
-            if entry.registrations == 0 {
-                regions.remove(&key(region));
-            }
-        }
+        let entry = Arc::new(Entry {
+            number,
+            exported,
+            live: AtomicUsize::new(1),
+        });
+        regions.insert(key(region), Arc::clone(&entry));
+        Ok(Some(joint(&entry)))
     }
 }
 
@@ -76,16 +117,44 @@ fn key(region: &Arc<Region>) -> usize {
     Arc::as_ptr(region) as usize
 }
 
-/// Takes a pool's regions from the table when its registration goes.
+/// What a registration has exported. When it goes, it is recalled.
 pub(crate) struct ExportHold {
-    pub(crate) table: Arc<ExportTable>,
-    pub(crate) regions: Vec<Arc<Region>>,
+    table: Arc<ExportTable>,
+    regions: Vec<(Arc<Region>, Arc<dyn Exported>)>,
+    /// Why not more, for people.
+    pub(crate) refused: Vec<Error>,
+}
+
+impl ExportHold {
+    pub(crate) fn of(table: &Arc<ExportTable>, regions: &[Arc<Region>]) -> ExportHold {
+        let mut hold = ExportHold {
+            table: Arc::clone(table),
+            regions: Vec::new(),
+            refused: Vec::new(),
+        };
+        for region in regions {
+            match table.add(region) {
+                Ok(Some(exported)) => hold.regions.push((Arc::clone(region), exported)),
+                Ok(None) => {}
+                Err(error) => hold.refused.push(error),
+            }
+        }
+        hold
+    }
+
+    pub(crate) fn exported(&self) -> Vec<Arc<dyn Exported>> {
+        self.regions.iter().map(|(_, exported)| Arc::clone(exported)).collect()
+    }
 }
 
 impl Drop for ExportHold {
     fn drop(&mut self) {
-        for region in &self.regions {
-            self.table.remove(region);
+        let mut table = self.table.regions.lock();
+        for (region, exported) in &self.regions {
+            exported.recall();
+            if table.get(&key(region)).is_some_and(|entry| !entry.is_live()) {
+                table.remove(&key(region));
+            }
         }
     }
 }
@@ -198,7 +267,8 @@ impl Exports {
             let number = match last {
                 Some((region, number)) if region == segment.region => number,
                 _ => {
-                    let number = exported.get(&key(regions.get(segment.region as usize)?))?.number;
+                    let entry = exported.get(&key(regions.get(segment.region as usize)?))?;
+                    let number = Some(entry.number).filter(|_| entry.is_live())?;
                     if state.told.get(&number) != Some(&Told::Imported) {
                         state.describe(&exported, regions, descriptions);
                         return None;
@@ -250,13 +320,13 @@ impl Exports {
 
 impl State {
     /// Tells the peer of all of these regions that it has not been told of.
-    fn describe(&mut self, exported: &HashMap<usize, Entry>, regions: &[Arc<Region>], out: &mut Vec<u8>) {
+    fn describe(&mut self, exported: &HashMap<usize, Arc<Entry>>, regions: &[Arc<Region>], out: &mut Vec<u8>) {
         if self.told.len() + regions.len() > TOLD_MAX {
             let live: HashSet<u32> = exported.values().map(|entry| entry.number).collect();
             self.told.retain(|number, _| live.contains(number));
         }
         for entry in regions.iter().filter_map(|region| exported.get(&key(region))) {
-            if self.told.len() >= TOLD_MAX || self.told.contains_key(&entry.number) {
+            if self.told.len() >= TOLD_MAX || self.told.contains_key(&entry.number) || !entry.is_live() {
                 continue;
             }
             let description = entry.exported.description();

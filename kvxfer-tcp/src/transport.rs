@@ -126,25 +126,12 @@ impl Transport for TcpTransport {
     /// Nothing is registered with a device; but what is served of memory without a host view is exported, so that an endpoint
     /// on this host may copy out of it by itself.
     fn register(&self, regions: &[Arc<Region>], access: RegionAccess) -> Result<Registered> {
-        let mut hold = ExportHold {
-            table: Arc::clone(&self.shared.exports),
-            regions: Vec::new(),
-        };
-        let (mut exported, mut notes) = (Vec::new(), Vec::new());
-        for region in regions.iter().filter(|_| access.serves) {
-            match self.shared.exports.add(region) {
-                Ok(Some(export)) => {
-                    exported.push(export);
-                    hold.regions.push(Arc::clone(region));
-                }
-                Ok(None) => {}
-                Err(error) => notes.push(format!("staged for endpoints on this host, too: {error}")),
-            }
-        }
+        let hold = ExportHold::of(&self.shared.exports, if access.serves { regions } else { &[] });
+        let staged = |error: &Error| format!("staged for endpoints on this host, too: {error}");
         Ok(Registered {
             keys: Vec::new(),
-            notes,
-            exported,
+            notes: hold.refused.iter().map(staged).collect(),
+            exported: hold.exported(),
             hold: Box::new(hold),
         })
     }

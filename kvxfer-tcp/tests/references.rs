@@ -339,9 +339,21 @@ fn a_pool_that_is_registered_again_is_mapped_again() {
         ..case
     };
     // The old registration went only after the new one had come: it is the same export.
-    let before = case.pair.left.moved("sent");
-    case.pushes_verify();
-    assert_eq!(case.pair.left.moved("sent"), before);
+    let still_referred_to = |case: &Case| {
+        let before = case.pair.left.moved("sent");
+        case.pushes_verify();
+        assert_eq!(case.pair.left.moved("sent"), before);
+    };
+    still_referred_to(&case);
+    // A registration that recalls what another still has does not take it from that one.
+    let other = case.pair.left.memory_of(regions);
+    let exported = &other.registered.exported;
+    assert!(exported.iter().all(|exported| exported.importers() > 0));
+    exported.iter().for_each(|exported| exported.recall());
+    assert!(exported.iter().all(|exported| exported.importers() == 0));
+    still_referred_to(&case);
+    drop(other);
+    still_referred_to(&case);
     let case = case.registered_anew().mapped();
     case.ends_well();
 }

@@ -280,28 +280,44 @@ impl Inner {
         match &*presence {
             Presence::Active(..) => Ok(()),
             Presence::Leaving(_, After::Closed) | Presence::Left(After::Closed) => Err(closed()),
-            // The same memory again: whoever still has it mapped may.
             Presence::Leaving(_, After::Suspended) | Presence::Left(After::Suspended) => {
-                let (serves, receives) = (self.role.serves(), self.role.receives());
-                let access = RegionAccess { serves, receives };
-                check_kinds(&self.shared, &self.regions)?;
-                let mut registration = self.shared.transports.register(&self.regions, access)?;
-                let setup = PoolSetup {
-                    layout: Arc::clone(&self.layout),
-                    regions: Arc::clone(&self.regions),
-                    serves,
-                    receives,
-                    keys: std::mem::take(&mut registration.keys),
+                // Given up first: what was recalled is exported anew.
+                let before = std::mem::replace(&mut *presence, Presence::Left(After::Suspended));
+                let mapped = match before {
+                    Presence::Leaving(registration, _) => registration.exported.clone(),
+                    _ => Vec::new(),
                 };
-                let id = self.shared.begin(|state, now| {
-                    let id = self.shared.next_pool(state);
-                    state.machine.add_pool(now, id, setup)?;
-                    Ok(id)
-                })?;
-                *presence = Presence::Active(id, registration);
+                match self.enter() {
+                    Ok(active) => *presence = active,
+                    Err(error) => {
+                        *presence = Presence::Leaving(PoolRegistration::of_left_over(mapped), After::Suspended);
+                        return Err(error);
+                    }
+                }
                 Ok(())
             }
         }
+    }
+
+    /// Registers the memory with the transports, and the pool with the control plane.
+    fn enter(&self) -> Result<Presence> {
+        let (serves, receives) = (self.role.serves(), self.role.receives());
+        let access = RegionAccess { serves, receives };
+        check_kinds(&self.shared, &self.regions)?;
+        let mut registration = self.shared.transports.register(&self.regions, access)?;
+        let setup = PoolSetup {
+            layout: Arc::clone(&self.layout),
+            regions: Arc::clone(&self.regions),
+            serves,
+            receives,
+            keys: std::mem::take(&mut registration.keys),
+        };
+        let id = self.shared.begin(|state, now| {
+            let id = self.shared.next_pool(state);
+            state.machine.add_pool(now, id, setup)?;
+            Ok(id)
+        })?;
+        Ok(Presence::Active(id, registration))
     }
 
     fn remove(&self, into: After) -> Result<()> {

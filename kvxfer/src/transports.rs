@@ -37,6 +37,16 @@ pub(crate) struct PoolRegistration {
     holds: Vec<Box<dyn std::any::Any + Send + Sync>>,
 }
 
+impl PoolRegistration {
+    /// Nothing but what others have not let go of yet.
+    pub(crate) fn of_left_over(exported: Vec<Arc<dyn Exported>>) -> PoolRegistration {
+        PoolRegistration {
+            exported,
+            ..PoolRegistration::default()
+        }
+    }
+}
+
 impl Transports {
     /// Makes what the configuration names. With `auto`, what cannot be made is noted and left out.
     pub(crate) fn build(config: &Config, slots: &Arc<SlotTable>) -> Result<Transports> {

@@ -23,6 +23,7 @@ pub struct Gpus {
     pub fake: Arc<FakeCuda>,
     /// None while everything has to be given back.
     cuda: Mutex<Option<Cuda>>,
+    share: bool,
     engines: [Arc<Engine>; 2],
     regions: AtomicU32,
 }
@@ -59,10 +60,16 @@ impl Gpus {
     pub fn of(fake: FakeCuda) -> Gpus {
         Gpus {
             cuda: Mutex::new(None),
+            share: false,
             engines: [0, 1].map(|device| Arc::new(fake.engine(device).expect("an engine"))),
             regions: AtomicU32::new(0),
             fake: Arc::new(fake),
         }
+    }
+
+    /// The same, but endpoints map each other's memory: what goes from one to the other is not staged.
+    pub fn shared(self) -> Gpus {
+        Gpus { share: true, ..self }
     }
 
     /// The driver's library.
@@ -76,7 +83,11 @@ impl Gpus {
     /// It cannot be loaded.
     pub fn cuda(&self) -> Cuda {
         let mut cuda = self.cuda.lock();
-        let load = || Cuda::load(&config(&self.fake)).expect("the fake driver loads");
+        let config = || CudaConfig {
+            share: self.share,
+            ..config(&self.fake)
+        };
+        let load = || Cuda::load(&config()).expect("the fake driver loads");
         cuda.get_or_insert_with(load).clone()
     }
 

@@ -5,7 +5,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use kvxfer::{Endpoint, Pool, PoolLayout, Role};
+use kvxfer::{Endpoint, GrantOptions, Pool, PoolLayout, PushOptions, Role};
 use kvxfer_fake_cuda::FakeCuda;
 use kvxfer_testkit::gpus::Gpus;
 
@@ -40,7 +40,11 @@ pub fn gpus() -> Arc<Shared> {
     };
     let share = || {
         Arc::new(Shared {
-            gpus: open(),
+            // Mapped by the other side, or staged for it.
+            gpus: match crate::IN {
+                "shared" => open().shared(),
+                _ => open(),
+            },
             users: AtomicU32::new(0),
         })
     };
@@ -69,6 +73,23 @@ fn on_device(name: &str) -> bool {
         "destination" => super::takes(name),
         _ => true,
     }
+}
+
+/// Where sides map each other's memory: has the second map the first one's, so that nothing is staged from here on.
+pub fn map(from: &super::Side, to: &super::Side) {
+    if crate::IN != "shared" {
+        return;
+    }
+    let all = super::tokens(super::BLOCKS * super::PER_BLOCK, 0..super::BLOCKS);
+    super::eventually("memory is mapped", || {
+        let grant = to.pool.grant(all.clone(), GrantOptions::default()).unwrap();
+        from.endpoint.connect(&to.endpoint.address(), super::LONG).unwrap();
+        let push = from
+            .endpoint
+            .push(&from.pool, all.clone(), grant.grant(), PushOptions::default());
+        push.unwrap().done().wait(super::LONG).unwrap();
+        super::metric_sum(&to.endpoint, "kvxfer_rail_referred_bytes_total", "received") > 0.0
+    });
 }
 
 /// Says at the end of a side, that nothing was wrong; at the end of the last, that nothing is left.

@@ -122,7 +122,9 @@ impl Side {
 
 /// A prefill and a decode side.
 pub fn pair() -> (Side, Side) {
-    (Side::new("prefill"), Side::new("decode"))
+    let sides = (Side::new("prefill"), Side::new("decode"));
+    gpus::map(&sides.0, &sides.1);
+    sides
 }
 
 /// Tokens `0..tokens` in these blocks.

@@ -6,6 +6,7 @@ macro_rules! mutants {
     (
         simulator: { $($(#[$doc:meta])* $name:ident,)* }
         rdma: { $($(#[$rdma_doc:meta])* $rdma:ident,)* }
+        tcp: { $($(#[$tcp_doc:meta])* $tcp:ident,)* }
     ) => {
         /// A deliberate mistake.
         #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -13,6 +14,7 @@ macro_rules! mutants {
         pub enum Mutant {
             $($(#[$doc])* $name,)*
             $($(#[$rdma_doc])* $rdma,)*
+            $($(#[$tcp_doc])* $tcp,)*
         }
 
         impl Mutant {
@@ -22,11 +24,15 @@ macro_rules! mutants {
             /// All that the RDMA transport's suites must catch: mistakes of its engine.
             pub const RDMA: &'static [Mutant] = &[$(Mutant::$rdma,)*];
 
+            /// All that the TCP transport's suites must catch: mistakes with references.
+            pub const TCP: &'static [Mutant] = &[$(Mutant::$tcp,)*];
+
             /// Its name, as printed by tests.
             pub const fn name(self) -> &'static str {
                 match self {
                     $(Mutant::$name => stringify!($name),)*
                     $(Mutant::$rdma => stringify!($rdma),)*
+                    $(Mutant::$tcp => stringify!($tcp),)*
                 }
             }
         }
@@ -135,6 +141,16 @@ mutants! {
         SendBeforeGathered,
         /// A chunk counts before its copy out of a staging buffer has ended.
         CountBeforeScattered,
+    }
+    tcp: {
+        /// What was copied out of a peer's memory counts without the peer's word that it was still what was meant.
+        CountUnasked,
+        /// A source that was taken back still says that what was copied of it counts.
+        CountTakenBack,
+        /// A copy out of a peer's memory is made outside its slot's gate.
+        ImportWithoutGate,
+        /// What was copied over a lane that is lost counts, though nobody could be asked.
+        CountAfterLoss,
     }
 }
 

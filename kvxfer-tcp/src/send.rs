@@ -6,6 +6,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use kvxfer_core::flow::{ChunkName, ChunkState, LaneName, TransferId};
+use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::wire::lane::LaneHeader;
 use kvxfer_core::{Error, ErrorKind, Time};
 
@@ -212,7 +213,7 @@ impl Writer {
             };
             // Whoever closes the gate after this finds that the copy was made before.
             let guard = source.gate.enter_owned();
-            let counts = guard.is_some();
+            let counts = guard.is_some() || mutants::is(Mutant::CountTakenBack);
             self.gate_fenced |= guard.is_some_and(|guard| guard.leave());
             acks.extend_from_slice(&LaneHeader::Validated(name, counts).encode());
         }

@@ -86,9 +86,15 @@ impl TcpTransport {
         for (index, worker) in shared.workers.iter().enumerate() {
             let (worker, shared) = (worker.clone(), shared.clone());
             // If this fails, dropping `transport` ends the threads that were started.
+            #[cfg(feature = "mutants")]
+            let mutant = kvxfer_core::mutants::get();
             let thread = std::thread::Builder::new()
                 .name(format!("kvx-data-{index}"))
-                .spawn(move || Worker::new(worker, shared, index == 0).run())
+                .spawn(move || {
+                    #[cfg(feature = "mutants")]
+                    kvxfer_core::mutants::set(mutant);
+                    Worker::new(worker, shared, index == 0).run();
+                })
                 .map_err(system("spawning a data thread"))?;
             transport.threads.lock().push(thread);
         }

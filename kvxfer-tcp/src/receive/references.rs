@@ -5,8 +5,9 @@
 
 use std::sync::Arc;
 
-use kvxfer_core::flow::{ChunkHeader, ChunkName, ChunkState, Placement};
+use kvxfer_core::flow::{ChunkHeader, ChunkName, ChunkState, Gate, Placement};
 use kvxfer_core::memory::{Imported, ImportedRun, MemoryDomain};
+use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::wire::lane::LaneHeader;
 use kvxfer_core::wire::reference::Run;
@@ -93,6 +94,11 @@ impl References {
             link.slots.abandon(&header);
         }
     }
+}
+
+/// A defect on purpose: see [`Mutant::CountUnasked`] and [`Mutant::CountAfterLoss`].
+fn counts_unasked(lost: bool) -> bool {
+    mutants::is(Mutant::CountUnasked) || (lost && mutants::is(Mutant::CountAfterLoss))
 }
 
 /// How a reference was taken.
@@ -190,11 +196,15 @@ impl Reader {
                 })
             })
             .collect();
-        let Some(guard) = to.gate.enter_owned() else {
+        let gate = match mutants::is(Mutant::ImportWithoutGate) {
+            true => Gate::new(),
+            false => to.gate.clone(),
+        };
+        let Some(guard) = gate.enter_owned() else {
             return Taken::Refused;
         };
         let regions = to.regions.clone();
-        let job = CopyJob::start_import(&from, regions, &self.segments, lent.staging, (&to.gate, guard));
+        let job = CopyJob::start_import(&from, regions, &self.segments, lent.staging, (&gate, guard));
         Taken::Copying(job)
     }
 
@@ -233,6 +243,10 @@ impl Reader {
         let moved = !ended.is_empty();
         for (header, outcome) in ended {
             match outcome {
+                Ok(()) if counts_unasked(self.references.lost) => {
+                    let state = link.slots.placed(&header, true);
+                    self.answer(link, &header, state);
+                }
                 _ if self.references.lost => link.slots.abandon(&header),
                 Ok(()) => {
                     self.acks

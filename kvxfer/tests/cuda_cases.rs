@@ -57,6 +57,28 @@ mod cuda_both {
     }
 }
 
+/// On one host, between GPUs' memories that the other side has mapped.
+mod cuda_mapped {
+    use kvxfer_cases::Place;
+
+    const HERE: Place = kvxfer_cases::TCP.on_gpus("both").mapped();
+
+    mod handover {
+        kvxfer_cases::handover!(super::HERE);
+    }
+    mod grants {
+        kvxfer_cases::grants!(super::HERE);
+    }
+    mod faults {
+        kvxfer_cases::faults!(super::HERE);
+    }
+
+    #[test]
+    fn copies_that_are_not_waited_for_are_caught() {
+        super::assert_caught(module_path!(), &["no_completion"]);
+    }
+}
+
 /// Over RDMA, between GPUs' memories that network devices reach, where what they write is not seen before it is flushed.
 mod cuda_direct {
     use kvxfer_cases::Place;

@@ -62,6 +62,8 @@ pub struct Place {
     pub pools: &'static str,
     /// RDMA devices reach that memory, and what they write is seen after a flush; else it goes through staging.
     pub direct: bool,
+    /// Sides map each other's GPU memory and copy out of it by themselves; else it goes through staging.
+    pub mapped: bool,
 }
 
 impl Place {
@@ -69,6 +71,12 @@ impl Place {
     #[must_use]
     pub const fn directly(self) -> Place {
         Place { direct: true, ..self }
+    }
+
+    /// The same, mapped by the other side.
+    #[must_use]
+    pub const fn mapped(self) -> Place {
+        Place { mapped: true, ..self }
     }
 
     /// The same, with these pools in GPUs' memory.
@@ -83,6 +91,7 @@ pub const TCP: Place = Place {
     over: "tcp",
     pools: "host",
     direct: false,
+    mapped: false,
 };
 
 /// Over RDMA, in the host's memory.
@@ -90,6 +99,7 @@ pub const RDMA: Place = Place {
     over: "rdma",
     pools: "host",
     direct: false,
+    mapped: false,
 };
 
 thread_local! {

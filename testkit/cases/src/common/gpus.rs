@@ -41,9 +41,9 @@ pub fn gpus() -> Arc<Shared> {
     let share = || {
         Arc::new(Shared {
             // Mapped by the other side, or staged for it.
-            gpus: match crate::IN {
-                "shared" => open().shared(),
-                _ => open(),
+            gpus: match place().mapped {
+                true => open().shared(),
+                false => open(),
             },
             users: AtomicU32::new(0),
         })
@@ -77,7 +77,7 @@ fn on_device(name: &str) -> bool {
 
 /// Where sides map each other's memory: has the second map the first one's, so that nothing is staged from here on.
 pub fn map(from: &super::Side, to: &super::Side) {
-    if crate::IN != "shared" {
+    if !place().mapped {
         return;
     }
     let all = super::tokens(super::BLOCKS * super::PER_BLOCK, 0..super::BLOCKS);

@@ -43,6 +43,7 @@ fn the_whole_check_runs_on_a_fake_device() {
         "each gated on an event: 0 torn",
         "without the events the check finds early data",
         "w5 staged",
+        "w5 mapped",
         "0 calls that wait for the device",
     ] {
         assert!(said.contains(words), "{words:?} in {said}");

@@ -4,40 +4,27 @@
 //! figures are set against the limits measured in the same run. It says what it could not check.
 
 mod engine;
+mod handovers;
 mod node;
 
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use kvxfer::EndpointAddress;
 use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Segment};
 use kvxfer_core::{Error, ErrorKind, Result};
 use kvxfer_cuda::{Availability, Cuda, CudaConfig, Gather, PointerKind, probe};
 
 use crate::cli::GpuCheckArgs;
-use crate::control::Child;
 use crate::memory::Memory as HostMemory;
 use crate::rng::SplitMix64;
 use crate::statistics::median;
 use crate::terminal::{self, BOLD, DIM, GREEN, RED, YELLOW, bytes, duration};
-use crate::work::{Named, Work};
 use engine::{Blocks, Engine, Memory, Stream};
-use node::{Kind, Request, Setup};
 
 pub(crate) use node::serve;
 
 /// Any single step on a busy machine.
 const STEP_MAX: Duration = Duration::from_secs(60);
-/// Functions of the driver that wait for the device: kvxfer calls none of them.
-const SYNCHRONISING: [&str; 6] = [
-    "cuCtxSynchronize",
-    "cuStreamSynchronize",
-    "cuEventSynchronize",
-    "cuMemcpy",
-    "cuMemcpyHtoD_v2",
-    "cuMemcpyDtoH_v2",
-];
-
 /// Runs everything; whether all checks passed and all figures were reached.
 pub(crate) fn run(arguments: &GpuCheckArgs) -> Result<bool> {
     let begun = Instant::now();
@@ -62,11 +49,9 @@ pub(crate) fn run(arguments: &GpuCheckArgs) -> Result<bool> {
     }
     report.skip("RDMA into device memory: this command uses TCP");
     driver(&mut report, arguments, &config)?;
-    copies(&mut report, arguments, &config)?;
-    let mut pair = Pair::start(arguments)?;
-    gated(&mut report, arguments, &mut pair)?;
-    workloads(&mut report, arguments, &mut pair)?;
-    calls(&mut report, &mut pair)?;
+    let device_rate = copies(&mut report, arguments, &config)?;
+    handovers::staged(&mut report, arguments)?;
+    handovers::mapped(&mut report, arguments, device_rate)?;
     Ok(report.end(begun))
 }
 
@@ -227,8 +212,9 @@ const PIECE_BYTES: u64 = 8 << 10;
 const CHUNK_BYTES: u64 = 1 << 20;
 const CHUNKS_UNDER_WAY: usize = 8;
 
-/// Gathers and scatters of kvxfer's, each way of making them, against plain copies of the device.
-fn copies(report: &mut Report, arguments: &GpuCheckArgs, config: &CudaConfig) -> Result<()> {
+/// Gathers and scatters of kvxfer's, each way of making them, against plain copies of the device. Bytes per second from
+/// device to device memory.
+fn copies(report: &mut Report, arguments: &GpuCheckArgs, config: &CudaConfig) -> Result<f64> {
     report.scene("copies between device and page-locked memory");
     let engine = Engine::open(&arguments.library, arguments.device)?;
     let stream = engine.stream()?;
@@ -326,7 +312,7 @@ fn copies(report: &mut Report, arguments: &GpuCheckArgs, config: &CudaConfig) ->
             report.tell(&format!("{name}: {note}"));
         }
     }
-    Ok(())
+    Ok(rate(&limits[2]))
 }
 
 /// Word `word` of piece `index` in a round.
@@ -389,184 +375,4 @@ fn timed_copies(
         }
         std::hint::spin_loop();
     }
-}
-
-// ------------------------------------------------------------------------------------------------------- hand-overs
-
-struct Pair {
-    source: Child,
-    destination: Child,
-    source_address: EndpointAddress,
-    works: Vec<Work>,
-}
-
-impl Pair {
-    fn start(arguments: &GpuCheckArgs) -> Result<Pair> {
-        let pool_bytes = if arguments.quick { 16 << 20 } else { 1 << 30 };
-        let works: Vec<Work> = [Named::W2, Named::W3, Named::W5]
-            .into_iter()
-            .map(|named| named.work(pool_bytes))
-            .collect::<Result<_>>()?;
-        let start = |name: &str| -> Result<(Child, EndpointAddress)> {
-            let mut child = Child::start(name, &["peer", "gpu-node"])?;
-            let setup = Setup {
-                name: name.to_owned(),
-                library: arguments.library.clone(),
-                device: arguments.device,
-                works: works.clone(),
-            };
-            let address = child.ask(&Request::Start(setup), STEP_MAX)?;
-            Ok((child, address))
-        };
-        let (mut source, source_address) = start("prefill")?;
-        let (destination, address) = start("decode")?;
-        let () = source.ask(&Request::Connect(address), STEP_MAX)?;
-        Ok(Pair {
-            source,
-            destination,
-            source_address,
-            works,
-        })
-    }
-}
-
-/// Kernels produce blocks part by part, late; others check them, launched after the arrival or waiting for it on their
-/// stream. Blocks are reused at once.
-fn gated(report: &mut Report, arguments: &GpuCheckArgs, pair: &mut Pair) -> Result<()> {
-    report.scene("kernels that produce and check the blocks, ordered by events");
-    let rounds = if arguments.quick { 8 } else { 200 };
-    let (mut wrong, mut torn) = (0, 0);
-    for request in 0..rounds {
-        let found = one_request(pair, request, 400, true)?;
-        wrong += found;
-        torn += u32::from(found > 0);
-    }
-    report.check(
-        wrong == 0,
-        &format!(
-            "{rounds} requests in {} parts, each gated on an event: {torn} torn, {wrong} wrong words",
-            node::PARTS
-        ),
-    );
-    // The same without the events: unless the check sees that, it can see nothing.
-    let mut seen = 0;
-    for request in rounds..rounds + 8 {
-        seen += u32::from(one_request(pair, request, 50_000, false)? > 0);
-        if seen > 0 {
-            break;
-        }
-    }
-    report.check(seen > 0, "and without the events the check finds early data");
-    Ok(())
-}
-
-fn one_request(pair: &mut Pair, request: u32, wait_us: u64, gated: bool) -> Result<u64> {
-    let claim = Request::Claim {
-        request,
-        source: pair.source_address.clone(),
-        // Every second check waits on its stream.
-        hold: request % 2 == 1,
-    };
-    let offer = Request::Offer {
-        request,
-        wait_us,
-        gated,
-    };
-    // Either may come first.
-    if request.is_multiple_of(3) {
-        let () = pair.source.ask(&offer, STEP_MAX)?;
-        let () = pair.destination.ask(&claim, STEP_MAX)?;
-    } else {
-        let () = pair.destination.ask(&claim, STEP_MAX)?;
-        let () = pair.source.ask(&offer, STEP_MAX)?;
-    }
-    let wrong = pair.destination.ask(&Request::Verify { request }, STEP_MAX)?;
-    let () = pair.source.ask(&Request::Released { request }, STEP_MAX)?;
-    Ok(wrong)
-}
-
-/// The benchmark's workloads between device pools and between host pools, in turn.
-fn workloads(report: &mut Report, arguments: &GpuCheckArgs, pair: &mut Pair) -> Result<()> {
-    report.scene("hand-overs over TCP between two processes, device and host memory in turn");
-    let rounds: u64 = if arguments.quick { 2 } else { 7 };
-    for (work, shape) in pair.works.clone().iter().enumerate() {
-        let mut seconds: [Vec<f64>; 2] = Default::default();
-        let mut wrong = 0;
-        for round in 0..=rounds {
-            for (kind, seconds) in [Kind::Host, Kind::Device].into_iter().zip(&mut seconds) {
-                let seed = round * 100 + work as u64 * 10 + kind as u64 + 1;
-                let grant = pair.destination.ask(&Request::Grant { work, kind }, STEP_MAX)?;
-                let push = Request::Push {
-                    work,
-                    kind,
-                    seed,
-                    grant,
-                };
-                let took: f64 = pair.source.ask(&push, STEP_MAX)?;
-                let found: u64 = pair.destination.ask(&Request::Check { work, kind, seed }, STEP_MAX)?;
-                wrong += found;
-                // The first allocates and pins.
-                if round > 0 {
-                    seconds.push(took);
-                }
-            }
-        }
-        report.check(
-            wrong == 0,
-            &format!(
-                "{}: {} pieces, {} times each, {wrong} wrong words",
-                shape.name,
-                shape.pieces(),
-                rounds + 1
-            ),
-        );
-        let rate = |seconds: &[f64]| shape.bytes() as f64 / median(seconds) / 1e9;
-        let (host, device) = (rate(&seconds[0]), rate(&seconds[1]));
-        let judged = !arguments.quick && shape.name == "w5";
-        let details = format!("{device:.2} GB/s from device to device memory, {host:.2} between host memory");
-        report.figure(&format!("{} staged", shape.name), device / host, 0.85, judged, &details);
-    }
-    Ok(())
-}
-
-/// What kvxfer called.
-fn calls(report: &mut Report, pair: &mut Pair) -> Result<()> {
-    report.scene("calls to the driver");
-    for (name, child) in [("prefill", &mut pair.source), ("decode", &mut pair.destination)] {
-        let counters: Vec<(String, f64)> = child.ask(&Request::Counters, STEP_MAX)?;
-        let calls: Vec<(&str, u64)> = counters
-            .iter()
-            .filter_map(|(line, value)| {
-                let function = line.strip_prefix("kvxfer_cuda_driver_calls_total{call=\"")?;
-                Some((function.trim_end_matches("\"}"), *value as u64))
-            })
-            .collect();
-        let waiting = calls.iter().filter(|(function, _)| SYNCHRONISING.contains(function));
-        let waiting: u64 = waiting.map(|(_, count)| count).sum();
-        report.check(
-            waiting == 0 && !calls.is_empty(),
-            &format!(
-                "{name}: {waiting} calls that wait for the device, of {} functions",
-                calls.len()
-            ),
-        );
-        let said: Vec<String> = calls
-            .iter()
-            .map(|(function, count)| format!("{function} {count}"))
-            .collect();
-        report.tell(&format!("{name}: {}", said.join(", ")));
-        for (line, value) in counters
-            .iter()
-            .filter(|(line, value)| *value > 0.0 && !line.contains("calls_total{call="))
-        {
-            report.tell(&format!("{name}: {line} {value}"));
-        }
-    }
-    let explained: String = pair
-        .destination
-        .ask(&Request::Explain(pair.source_address.clone()), STEP_MAX)?;
-    for line in terminal::path_of(&explained) {
-        report.tell(line);
-    }
-    Ok(())
 }

@@ -54,6 +54,8 @@ pub(super) struct Setup {
     pub(super) name: String,
     pub(super) library: String,
     pub(super) device: i32,
+    /// Whether the two map each other's memory.
+    pub(super) share: bool,
     pub(super) works: Vec<Work>,
 }
 
@@ -178,6 +180,7 @@ impl Node {
         let engine = Engine::open(&setup.library, setup.device)?;
         let mut config = Config::from_env()?;
         config.set("cuda.library", &setup.library)?;
+        config.set("cuda.share", if setup.share { "true" } else { "false" })?;
         let endpoint = Endpoint::builder()
             .config(config)
             .name(&setup.name)

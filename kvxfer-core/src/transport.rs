@@ -163,7 +163,8 @@ pub struct Path {
     pub rails_down: Vec<String>,
     /// Of how many.
     pub rails_configured: usize,
-    /// What makes it slower than it might be: memory that devices refused and that goes through staging, and why.
+    /// What else is to be known of it: memory that devices refused and that goes through staging, and why; memory that is
+    /// copied without the rails, because both ends are on one host.
     pub notes: Vec<String>,
 }
 

@@ -91,6 +91,17 @@ impl Imports {
             }
         }
     }
+
+    /// How many of the peer's exports are mapped here, and how many it has described.
+    pub(crate) fn counts(&self) -> (usize, usize) {
+        let state = self.state.lock();
+        let ready = |import: &Import| {
+            let region = import.region.as_ref();
+            region.is_some_and(|region| matches!(region.state(), ImportState::Ready))
+        };
+        let mapped = state.described.values().filter(|known| known.imports.iter().any(ready));
+        (mapped.count(), state.described.len())
+    }
 }
 
 impl State {

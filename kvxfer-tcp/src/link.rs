@@ -162,6 +162,21 @@ impl LinkCore {
         false
     }
 
+    /// What is copied by whoever receives it, for people.
+    fn shared_memory(&self) -> Vec<String> {
+        let line = |(mapped, told), who: &str, whose: &str| match (mapped, told) {
+            (_, 0usize) => None,
+            (mapped, told) => Some(format!(
+                "{who} copies out of {mapped} of {whose} {told} device regions by itself"
+            )),
+        };
+        let lines = [
+            line(self.exports.counts(), "the peer, on this host,", "our"),
+            line(self.imports.counts(), "this side", "the peer's"),
+        ];
+        lines.into_iter().flatten().collect()
+    }
+
     fn refuse_if_closed(&self) -> Result<()> {
         if self.closed() {
             return Err(Error::from(TcpError::Closed {
@@ -262,12 +277,7 @@ impl Link for TcpLink {
                 .filter_map(|lane| lane.loss.lock().clone())
                 .collect(),
             rails_configured: self.core.lanes.len(),
-            notes: match self.core.exports.counts() {
-                (_, 0) => Vec::new(),
-                (mapped, told) => vec![format!(
-                    "the peer is on this host and copies out of {mapped} of {told} device regions by itself"
-                )],
-            },
+            notes: self.core.shared_memory(),
         }
     }
 }

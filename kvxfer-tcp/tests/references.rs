@@ -178,10 +178,9 @@ fn what_is_mapped_is_referred_to_and_nothing_of_it_is_staged() {
     assert_eq!(case.referred(&case.pair.left, "sent") - sent, 5 * BYTES);
     assert_eq!(case.referred(&case.pair.right, "received") - received, 5 * BYTES);
     let notes = case.pair.left_link.path().notes;
-    assert!(
-        notes.iter().any(|note| note.contains("2 of 2 device regions")),
-        "{notes:?}"
-    );
+    assert!(notes[0].contains("2 of our 2 device regions"), "{notes:?}");
+    let notes = case.pair.right_link.path().notes;
+    assert!(notes[0].contains("2 of the peer's 2 device regions"), "{notes:?}");
     case.ends_well();
 }
 

@@ -141,6 +141,12 @@ mutants! {
         SendBeforeGathered,
         /// A chunk counts before its copy out of a staging buffer has ended.
         CountBeforeScattered,
+        /// What devices have written is settled when it arrives, but not when its blocks are given back instead.
+        SkipSettleOfFence,
+        /// A landing that its writer gave back is used again before the device was flushed.
+        ReuseLandingUnflushed,
+        /// A copy that has not ended counts as ended once its rail was given up.
+        ForgetHungCopies,
     }
     tcp: {
         /// What was copied out of a peer's memory counts without the peer's word that it was still what was meant.

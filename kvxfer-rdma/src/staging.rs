@@ -20,6 +20,7 @@ use std::sync::Arc;
 
 use kvxfer_core::flow::{ByteStream, OwnedGateGuard};
 use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment, StagingPin};
+use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
@@ -482,7 +483,7 @@ impl Copying {
 
 impl Drop for Copying {
     fn drop(&mut self) {
-        if !self.taken && self.runs.is_empty() {
+        if !self.taken && (self.runs.is_empty() || mutants::is(Mutant::ForgetHungCopies)) {
             // SAFETY: not taken, and dropped only here.
             unsafe { ManuallyDrop::drop(&mut self.held) }
         }

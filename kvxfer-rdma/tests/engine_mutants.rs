@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use kvxfer_core::PoolId;
-use kvxfer_core::flow::{Close, SlotWatcher};
+use kvxfer_core::flow::{Close, Direction, SlotWatcher};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_fake_verbs::FakeFabric;
 use kvxfer_rdma::RdmaConfig;
 use kvxfer_testkit::staged::StagedMemory;
+use kvxfer_testkit::transport::Ends;
 use support::*;
 
 /// What was found to be wrong.
@@ -324,6 +325,113 @@ fn staged_bytes_are_true() -> Verdict {
     check(misused.is_empty(), format!("{misused:?}"))
 }
 
+/// What was written is settled before blocks are given back, also if none of it has arrived.
+fn fences_settle() -> Verdict {
+    let site = Site::open();
+    let pair = site.pair();
+    let (seen, region) = Shown::allocate(64 * KIB);
+    let (memory, target) = (pair.left.memory(&[64 * KIB]), pair.right.memory_of(vec![region]));
+    let stream = range(0, 64 * KIB);
+    memory.paint(&stream, 0xee);
+    let slot = pair.right.grant(stream.clone(), &target, None);
+    site.delay(ms(30));
+    pair.posted(|| pair.push(&memory, stream.clone(), slot, &target, stream.clone()));
+    let before = seen.settled();
+    let close = pair.right.take_back(&pair.right_link, slot);
+    check(close == Close::Waiting, format!("closed as {close:?}"))?;
+    check(
+        seen.settled() > before,
+        "blocks were given back, and what was written to them may appear later",
+    )
+}
+
+/// What a writer has left in a landing that it gave back is in place before the landing is another writer's.
+fn landings_are_flushed() -> Verdict {
+    let site = Site::with(&[("*", "late_placement_us", "10000000"), ("*", "flush_scope", "region")]);
+    let fabric = fabric(&site);
+    let domain = StagedMemory::new(ms(1), 7).unwrap();
+    // The right node's one device has two peers.
+    let mut configs = [site.config(0), site.config(1), site.config(0)];
+    configs
+        .iter_mut()
+        .for_each(|config| config.revoke = Duration::from_secs(5));
+    configs[0].queue_depth = 16;
+    let [first, middle, second] = configs;
+    let (left, right, other) = (node(1, first), node(2, middle), node(3, second));
+    let ends = |from: &Node, token| {
+        let ends = Ends::join(
+            from,
+            right.peer(from, token, true),
+            &right,
+            from.peer(&right, token, false),
+        );
+        ends.up();
+        ends
+    };
+    let (of_left, of_other) = (ends(&left, 7), ends(&other, 8));
+    let target = right.memory_of(vec![domain.allocate(2 * MIB).unwrap()]);
+    let (low, high) = (range(0, MIB), range(MIB, MIB));
+    let (theirs, mine) = (left.memory(&[4 * MIB]), other.memory(&[MIB]));
+    mine.fill(0, 4);
+    let push = |id, node: &Node, ends: &Ends, memory: &Memory, from: Stream, to: &Stream, arrival| {
+        let slot = right.grant(to.clone(), &target, arrival);
+        let before = node.counter("rail_requests_total");
+        let sent = Push::new(id, slot, memory, from)
+            .one_sided(Direction::Write, target.keys(), to.clone())
+            .submit(&ends.left_link);
+        until("posted", || node.counter("rail_requests_total") > before);
+        (slot, sent)
+    };
+    // More pieces than fit the queue: it is revoked in the middle of a chunk, some of which is accepted and not placed.
+    fabric.set_now("fake0", "latency_us", "50000").unwrap();
+    let (slot, sent) = push(1, &left, &of_left, &theirs, scattered(1024, 3, KIB), &low, None);
+    // The receiver's own requests are its flushes.
+    fabric.set_now("fake1", "fail", "post_send:ENOMEM:1000000").unwrap();
+    right.slots.close(slot.0, slot.1);
+    of_left.right_link.revoke(slot.0, slot.1);
+    of_left.left_log.refused(sent.id);
+    sent.gate.close();
+    of_left.left_link.stop(sent.id);
+    of_left.left_log.quiet(sent.id);
+    // The landing was given back; that it was comes over the relay.
+    std::thread::sleep(ms(50));
+    fabric.set_now("fake0", "latency_us", "0").unwrap();
+    domain.hang_copies(true);
+    let arrival = Arc::new(Arrival::default());
+    push(2, &other, &of_other, &mine, range(0, MIB), &high, Some(arrival.clone()));
+    until("a copy runs", || domain.copies_running() > 0);
+    let before = fabric.counter("fake1", "late_bytes_flushed");
+    check(before == 0, "the first writer's bytes are in place already")?;
+    fabric.set_now("fake1", "fail", "").unwrap();
+    until("the flush", || fabric.counter("fake1", "late_bytes_flushed") > 0);
+    domain.hang_copies(false);
+    check(arrival.wait(PATIENCE).is_some(), "it did not arrive")?;
+    check(mine.bytes(&range(0, MIB)) == target.bytes(&high), "other bytes arrived")?;
+    let misused = domain.violations();
+    check(misused.is_empty(), format!("{misused:?}"))
+}
+
+/// Blocks that a copy still writes are not given back, however their link ends.
+fn hung_copies_keep_their_blocks() -> Verdict {
+    let site = Site::open();
+    let pair = site.pair_with(|config| config.fence_limit = ms(100));
+    let domain = StagedMemory::new(ms(1), 7).unwrap();
+    let memory = pair.left.memory(&[64 * KIB]);
+    let target = pair.right.memory_of(vec![domain.allocate(64 * KIB).unwrap()]);
+    let stream = range(0, 64 * KIB);
+    domain.hang_copies(true);
+    let slot = pair.right.grant(stream.clone(), &target, None);
+    pair.push(&memory, stream.clone(), slot, &target, stream.clone());
+    until("a copy runs", || domain.copies_running() > 0);
+    pair.close();
+    pair.right_log.closed();
+    pair.right.slots.close(slot.0, slot.1);
+    check(
+        !pair.right.slots.fenced(slot.0, slot.1),
+        "blocks were given back while a copy was writing them",
+    )
+}
+
 type Scenario = (&'static str, fn() -> Verdict);
 
 /// The scenario that must notice.
@@ -339,6 +447,9 @@ fn scenario(mutant: Mutant) -> Scenario {
         Mutant::ReadWithoutGate => ("reads are fenced", reads_are_fenced),
         Mutant::SkipSettle => ("arrivals are shown", arrivals_are_shown),
         Mutant::SendBeforeGathered | Mutant::CountBeforeScattered => ("staged bytes are true", staged_bytes_are_true),
+        Mutant::SkipSettleOfFence => ("fences settle", fences_settle),
+        Mutant::ReuseLandingUnflushed => ("landings are flushed", landings_are_flushed),
+        Mutant::ForgetHungCopies => ("hung copies keep their blocks", hung_copies_keep_their_blocks),
         Mutant::SkipVerify => ("other memory is not sent", other_memory_is_not_sent),
         other => panic!("no scenario for {}", other.name()),
     }

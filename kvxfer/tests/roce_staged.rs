@@ -4,13 +4,15 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use kvxfer::{ClaimOptions, GrantOptions, OfferOptions, PullOptions, PushOptions, Role};
+use kvxfer::{ClaimOptions, Destination, ErrorKind, GrantOptions, OfferOptions, PullOptions, PushOptions, Role};
 use kvxfer_cases::common::*;
 use kvxfer_testkit::staged::StagedMemory;
 
 /// An endpoint whose pool is in this domain.
 fn side(name: &str, domain: &Arc<StagedMemory>) -> Side {
-    let endpoint = endpoint(name);
+    let mut config = config();
+    config.deadlines.fence_limit_ms = 500;
+    let endpoint = endpoint_with(name, config);
     let layout = layout();
     let regions = layout.region_lengths().iter();
     let regions = regions.map(|length| domain.allocate(*length).unwrap()).collect();
@@ -92,4 +94,63 @@ fn hand_overs_pushes_and_pulls_go_through_staging_and_explain_says_why() {
     }
     assert!(domain.copies_done() > 0);
     assert_eq!(domain.violations(), Vec::<String>::new());
+}
+
+/// It is said where a copy runs that does not end; its blocks are given to nobody, and everything else goes on and ends.
+#[test]
+fn copies_that_never_end_cost_their_blocks_alone() {
+    for source_staged in [true, false] {
+        let domain = StagedMemory::new(Duration::from_millis(1), 5).unwrap();
+        let make = |name, staged| match staged {
+            true => side(name, &domain),
+            false => Side::new(name),
+        };
+        let (prefill, decode) = (make("prefill", source_staged), make("decode", !source_staged));
+        let (source, destination) = (tokens(48, [9, 3, 7]), tokens(48, [4, 5, 6]));
+        fill(&prefill.pool, &source, "hung", 0);
+        domain.hang_copies(true);
+        let offer = prefill
+            .endpoint
+            .offer("hung", &prefill.pool, OfferOptions::default())
+            .unwrap();
+        offer.append(&source).unwrap();
+        offer.finish(48).unwrap();
+        let sources = [prefill.endpoint.address()];
+        let claim = decode
+            .endpoint
+            .claim("hung", &decode.pool, &sources, ClaimOptions::default())
+            .unwrap();
+        claim.fill(destination.clone()).unwrap();
+        eventually("a copy runs", || domain.copies_running() > 0);
+        claim.cancel();
+        offer.cancel();
+        let error = claim.arrived().wait(LONG).unwrap_err();
+        let quarantined = error.destination() == Destination::Quarantined;
+        assert_eq!(quarantined, !source_staged, "{error}");
+        let released = offer.released().wait(LONG);
+        let (there, side) = match source_staged {
+            true => ("kvxfer_control_sources_quarantined", &prefill),
+            false => ("kvxfer_control_slots_quarantined", &decode),
+        };
+        assert_eq!(metric(&side.endpoint, there), 1.0, "{released:?}");
+        // The pool stays as long as that.
+        assert_eq!(side.pool.close().unwrap_err().kind(), ErrorKind::Busy);
+        let [from, to] = [&prefill, &decode].map(|side| side.endpoint.allocate(layout(), Role::Both).unwrap());
+        fill(&from, &source, "other", 0);
+        let granted = to.grant(destination.clone(), GrantOptions::default()).unwrap();
+        let pushed = prefill
+            .endpoint
+            .push(&from, source.clone(), granted.grant(), PushOptions::default());
+        pushed.unwrap().done().wait(LONG).unwrap();
+        granted.arrived().wait(LONG).unwrap();
+        verify(&to, &destination, "other", 0);
+        drop((granted, claim, offer, from, to));
+        let (ended, end) = std::sync::mpsc::channel();
+        std::thread::spawn(move || {
+            drop((prefill, decode));
+            let _ = ended.send(());
+        });
+        end.recv_timeout(LONG).expect("the endpoints end");
+        assert_eq!(domain.violations(), Vec::<String>::new());
+    }
 }

@@ -56,6 +56,7 @@ impl StagedMemory {
                 replaced: HashSet::new(),
                 verified: 0,
                 copies_to_fail: 0,
+                hung: false,
                 failed: HashSet::new(),
                 copies_done: 0,
                 rng: Rng::new(seed),
@@ -111,6 +112,17 @@ impl StagedMemory {
     /// The next copies fail: so many of those that end after this call.
     pub fn fail_copies(&self, count: u32) {
         self.shared.state.lock().copies_to_fail = count;
+    }
+
+    /// Whether copies hang: none is made while this is true.
+    pub fn hang_copies(&self, hang: bool) {
+        self.shared.state.lock().hung = hang;
+        self.shared.changed.notify_all();
+    }
+
+    /// Copies that were asked for and have not ended.
+    pub fn copies_running(&self) -> usize {
+        self.shared.state.lock().pending.len()
     }
 
     /// From now on the region's address is other memory: it was freed and allocated anew.
@@ -338,6 +350,7 @@ struct State {
     replaced: HashSet<u64>,
     verified: u64,
     copies_to_fail: u32,
+    hung: bool,
     // Whose ticket is to say so.
     failed: HashSet<CopyTicket>,
     copies_done: u64,
@@ -382,6 +395,10 @@ impl Shared {
     fn run(&self) {
         let mut state = self.state.lock();
         loop {
+            if state.hung && !state.closing {
+                self.changed.wait(&mut state);
+                continue;
+            }
             let now = Instant::now();
             // Not the earliest, but any that is due: copies finish out of order.
             if let Some(index) = state.pending.iter().position(|job| job.due <= now || state.closing) {

@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use kvxfer_core::flow::{ByteStream, ChunkHeader, Gate, LaneName};
+use kvxfer_core::mutants::{self, Mutant};
 
 use crate::error::RdmaError;
 use crate::inbound::Regions;
@@ -68,7 +69,9 @@ impl Lane {
     /// device here has accepted is flushed before they are used again.
     pub(super) fn landings_given_back(&mut self, lane: LaneName, numbers: &[u32]) {
         for number in numbers {
-            if let Some(buffer) = self.take_landing(lane.epoch, *number) {
+            if let Some(buffer) = self.take_landing(lane.epoch, *number)
+                && !mutants::is(Mutant::ReuseLandingUnflushed)
+            {
                 self.unflushed.landings.push(buffer);
             }
         }

@@ -1,6 +1,8 @@
 //! Pools whose memory no device is given: everything goes through staging buffers. On fakes, or on soft-RoCE.
 #![allow(clippy::unwrap_used, clippy::print_stdout, missing_docs)]
 
+mod hung;
+#[path = "../support/mod.rs"]
 mod support;
 
 use std::sync::Arc;

@@ -136,8 +136,8 @@ pub trait MemoryDomain: Send + Sync + fmt::Debug {
     /// Starts copying the segments, in order and densely, into `staging`. The caller keeps `staging` and the
     /// regions alive and untouched until [`poll_copy`](Self::poll_copy) says [`CopyState::Done`], or fails.
     ///
-    /// A domain may hold the copy back, so as to give its device several at once, but not beyond the next `poll_copy` of
-    /// any ticket.
+    /// A domain may hold the copy back, so as to give its device several at once, but not beyond a few calls of `poll_copy`
+    /// with its ticket.
     fn start_gather(&self, regions: &[Arc<Region>], segments: &[Segment], staging: HostView) -> Result<CopyTicket>;
 
     /// Starts copying `staging`, in order and densely, into the segments; same contract.

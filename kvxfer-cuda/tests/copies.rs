@@ -220,68 +220,6 @@ fn copies_are_visible_to_kernels_that_are_started_after_them() {
     bench.end();
 }
 
-/// A hand-over of 20,480 blocks of 8 KiB, in staging buffers of 1 MiB, as TCP does it: at most so many at once.
-fn w5(bench: &Bench, buffers: usize, out: bool) -> u64 {
-    const BLOCKS: u64 = 20_480;
-    const STAGING: u64 = 1 << 20;
-    // Every second slot, so that nothing merges.
-    let made = bench.region(2 * BLOCKS * PIECE);
-    let domain = made.domain().clone();
-    let regions = [made];
-    let staging: Vec<Staging> = (0..buffers)
-        .map(|_| Staging::pinned(&domain, STAGING).unwrap())
-        .collect();
-    // Streams and kernels are made with the first copy, once.
-    regions[0].copy_in(0, &[1]).unwrap();
-    let per_buffer = STAGING / PIECE;
-    let before = bench.fake.count("*");
-    let mut next = 0;
-    let mut busy: Vec<Option<kvxfer_core::memory::CopyTicket>> = vec![None; buffers];
-    while next < BLOCKS || busy.iter().any(Option::is_some) {
-        for (ticket, buffer) in busy.iter_mut().zip(&staging) {
-            if ticket.is_none() && next < BLOCKS {
-                let blocks = next..(next + per_buffer).min(BLOCKS);
-                let segments: Vec<Segment> = blocks.map(|block| segment(0, 2 * block * PIECE, PIECE)).collect();
-                let started = match out {
-                    true => domain.start_gather(&regions, &segments, buffer.view()),
-                    false => domain.start_scatter(buffer.view(), &regions, &segments),
-                };
-                *ticket = Some(started.unwrap());
-                next += per_buffer;
-            }
-        }
-        for ticket in &mut busy {
-            if ticket.is_some_and(|ticket| domain.poll_copy(ticket).unwrap() == CopyState::Done) {
-                *ticket = None;
-            }
-        }
-        std::thread::yield_now();
-    }
-    bench.fake.count("*") - before
-}
-
-#[test]
-fn a_hand_over_of_w5_takes_few_driver_calls() {
-    for (buffers, gather) in [(16, Gather::Auto), (32, Gather::Auto), (32, Gather::Batch)] {
-        for out in [true, false] {
-            let bench = Bench::with(&[], gather);
-            // How much goes in one call depends on who gets a processor when.
-            let calls = (0..3).map(|_| w5(&bench, buffers, out)).min().unwrap();
-            let way = if out { "out" } else { "in" };
-            eprintln!("{buffers} buffers of 1 MiB, {gather:?}, {way}: {calls} driver calls");
-            let all = bench.fake.calls();
-            assert!(
-                calls <= 80,
-                "{buffers} buffers, {gather:?}, {way}: {calls} calls: {all:?}"
-            );
-            assert_eq!(bench.fake.count("copies"), 3 * (20_480 + 1));
-            let pinned = ((buffers as u64) << 20) + (4 << 20);
-            assert!(bench.fake.count("pinned_peak") <= pinned);
-            bench.end();
-        }
-    }
-}
-
 /// What was handed over before a call failed is still under way: the failure is told when that has ended.
 #[test]
 fn a_copy_that_fails_half_way_is_told_when_nothing_of_it_is_under_way() {
@@ -350,36 +288,6 @@ fn many_threads_copy_at_once() {
             });
         }
     });
-    bench.end();
-}
-
-#[test]
-fn what_is_started_before_a_poll_goes_in_one_call() {
-    let bench = Bench::new();
-    let made = bench.region(1 << 20);
-    let domain = made.domain().clone();
-    let regions = [made];
-    let staging = Staging::pinned(&domain, 64 * 1024).unwrap();
-    let tickets: Vec<_> = (0..64)
-        .map(|index| {
-            let view = staging.part(index * 1024, 1024);
-            domain
-                .start_gather(&regions, &[segment(0, index * 8192, 1024)], view)
-                .unwrap()
-        })
-        .collect();
-    std::thread::sleep(Duration::from_millis(20));
-    assert_eq!(
-        bench.fake.count("copies"),
-        0,
-        "nothing is handed over before somebody polls"
-    );
-    for ticket in tickets {
-        wait(&*domain, ticket).unwrap();
-    }
-    let calls = bench.fake.count("cuMemcpyBatchAsync") + bench.fake.count("cuLaunchKernel");
-    assert_eq!((calls, bench.fake.count("copies")), (1, 64));
-    drop((regions, domain, staging));
     bench.end();
 }
 

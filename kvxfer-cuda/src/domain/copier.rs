@@ -4,36 +4,32 @@
 //! threads that move bytes of other pools must not wait for that, and neither must one device's failure be theirs. They
 //! only queue, and read a word.
 //!
-//! Work is queued by `start` and handed over when somebody polls: what a caller starts before it polls goes in one call.
+//! Work is queued by `start` and handed over when somebody polls: what a caller starts before it polls goes in one call,
+//! and so does what it starts between its first looks (`queue`).
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use kvxfer_core::memory::{CopyState, CopyTicket};
-use parking_lot::{Condvar, Mutex, MutexGuard};
+use parking_lot::{Condvar, Mutex};
 
 use super::counters::CopyCounters;
 use super::gate::Shape;
 use super::job::{DIRECTIONS, Direction, Job, Piece};
 use super::pinned::PinnedBytes;
 use super::progress::Progress;
-use super::streams::{HandedOver, IN_FLIGHT_MAX, Mark, Streams};
+use super::queue::{Flight, State, Ticket};
+use super::streams::{Mark, Streams};
 use crate::config::Gather;
 use crate::context::Primary;
 use crate::driver::Refused;
 use crate::error::CudaError;
 
-/// A stream that is busy is given more when it is at least this much: at 50 GB/s what lasts for 80 µs, longer than it takes
-/// to see the end of what it is busy with.
-const BEHIND_BYTES_MIN: u64 = 4 << 20;
 /// Copies that are known at once.
 const TICKETS_MAX: usize = 16 << 10;
-/// Lists of pieces that are kept for the next copies.
-const SPARE_MAX: usize = 64;
 /// A hand-over with a word is asked for its errors after this long, then after twice as long, up to the second value.
 const ERRORS_AFTER: Duration = Duration::from_millis(5);
 const ERRORS_EVERY_MAX: Duration = Duration::from_millis(100);
@@ -49,45 +45,6 @@ const STRIKES_MAX: u32 = 10;
 const STRIKES_BROKEN: u32 = 2;
 /// How long the end waits for what is under way.
 const END_WAIT: Duration = Duration::from_secs(2);
-
-#[derive(Debug)]
-enum Ticket {
-    Queued,
-    HandedOver {
-        direction: Direction,
-        sequence: u32,
-        /// Why it fails once everything of it has ended.
-        refused: Option<CudaError>,
-    },
-    Failed(CudaError),
-}
-
-/// A hand-over that has not been seen to end.
-#[derive(Debug)]
-struct Flight {
-    sequence: u32,
-    mark: Mark,
-    ask_at: Instant,
-    pause: Duration,
-}
-
-#[derive(Debug, Default)]
-struct State {
-    next_ticket: u64,
-    tickets: HashMap<u64, Ticket>,
-    queued: [Vec<Job>; 2],
-    flights: [VecDeque<Flight>; 2],
-    spare: Vec<Vec<Piece>>,
-    /// Somebody polled: what is queued goes.
-    asked: bool,
-    /// The streams are to be made before anything is queued.
-    warm: bool,
-    ending: bool,
-    ended: bool,
-    thread: Option<JoinHandle<()>>,
-    lost: Option<CudaError>,
-    notes: Vec<String>,
-}
 
 #[derive(Debug)]
 struct Shared {
@@ -149,7 +106,7 @@ impl Copier {
         let mut pieces = {
             let mut state = self.shared.state.lock();
             self.usable(&mut state)?;
-            state.spare.pop().unwrap_or_default()
+            state.list()
         };
         list(&mut pieces)?;
         let shape = Shape {
@@ -159,15 +116,7 @@ impl Copier {
         let mut state = self.shared.state.lock();
         // It may have been lost meanwhile.
         self.usable(&mut state)?;
-        let ticket = state.next_ticket;
-        state.next_ticket += 1;
-        state.tickets.insert(ticket, Ticket::Queued);
-        state.queued[direction as usize].push(Job {
-            ticket,
-            pieces,
-            shape,
-            device_offset,
-        });
+        let ticket = state.queue(direction, pieces, shape, device_offset);
         Ok(CopyTicket(ticket))
     }
 
@@ -213,15 +162,13 @@ impl Copier {
     pub(crate) fn poll(&self, ticket: CopyTicket) -> Result<CopyState, CudaError> {
         let shared = &*self.shared;
         let mut state = shared.state.lock();
-        let over = match state.tickets.get(&ticket.0) {
-            None => return Err(unknown(ticket)),
-            Some(Ticket::Queued) => false,
-            Some(Ticket::HandedOver {
-                direction, sequence, ..
-            }) => shared.reached(*direction, *sequence),
-            Some(Ticket::Failed(_)) => true,
-        };
-        shared.hand_over_if_there_is_room(&mut state);
+        let progress = shared.progress.get();
+        let over = state.look(ticket.0, progress).ok_or_else(|| unknown(ticket))?;
+        // Without room the thread takes it when there is some, and whoever polls then tells it so at once.
+        state.asked |= state.any_queued();
+        if state.any_ready(progress) {
+            shared.wake.notify_one();
+        }
         if !over {
             return Ok(CopyState::Running);
         }
@@ -287,43 +234,6 @@ impl Drop for Copier {
     }
 }
 
-impl Shared {
-    fn reached(&self, direction: Direction, sequence: u32) -> bool {
-        self.progress
-            .get()
-            .is_some_and(|progress| progress.reached(direction, sequence))
-    }
-
-    /// Whether what is queued for a direction may be handed over now.
-    fn has_room(&self, state: &State, direction: Direction) -> bool {
-        let flights = state.flights[direction as usize].iter();
-        let queued = &state.queued[direction as usize];
-        match flights
-            .filter(|flight| !self.reached(direction, flight.sequence))
-            .count()
-        {
-            _ if queued.is_empty() => false,
-            0 => true,
-            under_way if under_way < IN_FLIGHT_MAX => {
-                queued.iter().map(|job| job.shape.bytes).sum::<u64>() >= BEHIND_BYTES_MIN
-            }
-            _ => false,
-        }
-    }
-
-    fn can_hand_over(&self, state: &State) -> bool {
-        DIRECTIONS.iter().any(|way| self.has_room(state, *way))
-    }
-
-    fn hand_over_if_there_is_room(&self, state: &mut MutexGuard<'_, State>) {
-        // Without room the thread takes it when there is some, and whoever polls then tells it so at once.
-        state.asked |= state.queued.iter().any(|jobs| !jobs.is_empty());
-        if self.can_hand_over(state) {
-            self.wake.notify_one();
-        }
-    }
-}
-
 /// What the thread does next.
 enum Work {
     End,
@@ -376,12 +286,8 @@ impl CopyThread<'_> {
                 state.warm = false;
                 return Work::Warm;
             }
-            if state.asked && !state.ending && shared.can_hand_over(&state) {
-                let jobs = DIRECTIONS.map(|way| match shared.has_room(&state, way) {
-                    true => std::mem::take(&mut state.queued[way as usize]),
-                    false => Vec::new(),
-                });
-                state.asked = state.queued.iter().any(|jobs| !jobs.is_empty());
+            if state.asked && !state.ending && state.any_ready(shared.progress.get()) {
+                let jobs = state.take_ready(shared.progress.get(), Instant::now());
                 return Work::HandOver(jobs);
             }
             if idle {
@@ -416,7 +322,11 @@ impl CopyThread<'_> {
     fn retire(&mut self, state: &mut State) {
         for way in DIRECTIONS {
             let flights = &mut state.flights[way as usize];
-            while let Some(flight) = flights.pop_front_if(|flight| self.shared.reached(way, flight.sequence)) {
+            let reached = |flight: &mut Flight| {
+                let progress = self.shared.progress.get();
+                progress.is_some_and(|progress| progress.reached(way, flight.sequence))
+            };
+            while let Some(flight) = flights.pop_front_if(reached) {
                 if let Some(streams) = &mut self.streams {
                     streams.unmark(flight.mark);
                 }
@@ -454,10 +364,7 @@ impl CopyThread<'_> {
                 shared.device.clone(),
             );
             let mut state = shared.state.lock();
-            for job in jobs.iter_mut().flat_map(|jobs| jobs.drain(..)) {
-                state.tickets.insert(job.ticket, Ticket::Failed(error.clone()));
-                state.recycle(job.pieces);
-            }
+            state.fail(jobs.into_iter().flatten(), &error);
             return;
         };
         for way in DIRECTIONS {
@@ -542,61 +449,5 @@ impl CopyThread<'_> {
         state.fail_queued(&CudaError::Closed);
         state.ended = true;
         self.shared.over.notify_all();
-    }
-}
-
-impl State {
-    fn handed_over(&mut self, direction: Direction, handed: HandedOver, device: &str) {
-        let refused = handed.refused.map(|refused| CudaError::call(refused, device));
-        self.recycle(handed.pieces);
-        self.tickets.insert(
-            handed.ticket,
-            Ticket::HandedOver {
-                direction,
-                sequence: handed.sequence,
-                refused,
-            },
-        );
-    }
-
-    /// Jobs that found no room go before those that were queued meanwhile.
-    fn put_back(&mut self, direction: Direction, mut jobs: Vec<Job>) {
-        if !jobs.is_empty() {
-            jobs.append(&mut self.queued[direction as usize]);
-            self.queued[direction as usize] = jobs;
-            self.asked = true;
-        }
-    }
-
-    fn recycle(&mut self, mut pieces: Vec<Piece>) {
-        if self.spare.len() < SPARE_MAX {
-            pieces.clear();
-            self.spare.push(pieces);
-        }
-    }
-
-    fn fail_queued(&mut self, error: &CudaError) {
-        let State { queued, tickets, .. } = self;
-        for job in queued.iter_mut().flat_map(|jobs| jobs.drain(..)) {
-            tickets.insert(job.ticket, Ticket::Failed(error.clone()));
-        }
-    }
-
-    /// Nothing is started any more, and the device is not asked any more: returns what it would have been asked for by.
-    ///
-    /// What was handed over fails if it has ended by that. If the device may still be at it, it goes on for whoever asks,
-    /// until the device writes its number, or for ever: an error would say that nothing is written any more.
-    fn lose(&mut self, error: CudaError, ended: bool) -> Vec<Mark> {
-        tracing::error!(%error, "no copies with this device any more");
-        self.fail_queued(&error);
-        let flights = self.flights.iter_mut().flat_map(|flights| flights.drain(..));
-        let marks = flights.map(|flight| flight.mark).collect();
-        for ticket in self.tickets.values_mut() {
-            if ended && matches!(ticket, Ticket::HandedOver { .. }) {
-                *ticket = Ticket::Failed(error.clone());
-            }
-        }
-        self.lost = Some(error);
-        marks
     }
 }

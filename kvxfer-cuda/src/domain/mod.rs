@@ -8,6 +8,7 @@ mod imports;
 mod job;
 pub(crate) mod pinned;
 mod progress;
+mod queue;
 mod slow;
 mod streams;
 

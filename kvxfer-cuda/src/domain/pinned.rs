@@ -151,12 +151,11 @@ struct Registered {
 }
 
 impl Registered {
-    /// Page-locks memory; `None` if somebody else did.
+    /// Page-locks memory; `None` if somebody else did. The context is current.
     ///
     /// # Safety
     /// The memory lives for as long as the value.
     unsafe fn new(primary: &Arc<Primary>, base: u64, length: u64) -> Result<Option<Registered>, Refused> {
-        let _current = primary.enter()?;
         // SAFETY: the caller vouches for the memory.
         match unsafe {
             primary
@@ -229,6 +228,7 @@ impl Pins {
                 alias.guards += 1;
                 return Ok(Some(pin()));
             }
+            let _current = primary.enter()?;
             entry.aliases.push(Alias {
                 ordinal,
                 device: device_address(primary, base)?,
@@ -236,6 +236,7 @@ impl Pins {
             });
             return Ok(Some(pin()));
         }
+        let _current = primary.enter()?;
         // SAFETY: the caller vouches for the buffer.
         let Some(registered) = (unsafe { Registered::new(primary, base, length) })? else {
             return Ok(None);
@@ -283,8 +284,8 @@ impl Pins {
     }
 }
 
+/// Where the device sees page-locked memory. Its context is current.
 fn device_address(primary: &Primary, base: u64) -> Result<u64, Refused> {
-    let _current = primary.enter()?;
     let mut device = 0;
     // SAFETY: writes one integer; the address is only looked up.
     unsafe {

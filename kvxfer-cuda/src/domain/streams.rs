@@ -1,7 +1,7 @@
 //! The streams of a device's copies, and how work is handed to them in few calls.
 //!
 //! Everything of a stream's is numbered: behind each hand-over its number is written to a word in page-locked memory, by
-//! the stream itself or by our kernel, so that whoever waits for it reads a word and calls nothing.
+//! our kernel, or behind copies by the stream, so that whoever waits for it reads a word and calls nothing.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -17,7 +17,7 @@ use super::counters::CopyCounters;
 use super::gate::{self, BATCH_COPIES_MAX, Can, Shape, TABLE_PIECES, Way};
 use super::job::{Direction, Job, Piece};
 use super::pinned::{PinnedBlock, PinnedBytes};
-use super::progress::Progress;
+use super::progress::{BEFORE_FIRST, Progress};
 use crate::config::Gather;
 use crate::context::Primary;
 use crate::driver::{Code, Driver, Refused};
@@ -61,7 +61,7 @@ pub(super) enum Mark {
 pub(super) struct HandedOver {
     pub(super) ticket: u64,
     /// The number behind it.
-    pub(super) sequence: u32,
+    pub(super) sequence: u64,
     /// What the driver refused of it. Some of it may be under way: it has ended when the number is reached.
     pub(super) refused: Option<Refused>,
     /// Its list, to be used again.
@@ -94,7 +94,7 @@ unsafe impl Send for Streams {}
 struct OneWay {
     stream: CUstream,
     /// The number of the last hand-over.
-    sequence: u32,
+    sequence: u64,
     tables: VecDeque<Table>,
 }
 
@@ -102,7 +102,7 @@ struct OneWay {
 struct Table {
     block: PinnedBlock,
     /// The number behind the last kernel that reads it.
-    sequence: Option<u32>,
+    sequence: Option<u64>,
 }
 
 #[derive(Debug)]
@@ -130,7 +130,7 @@ impl Streams {
                 // The first is destroyed if the second cannot be made: see below.
                 OneWay {
                     stream: std::ptr::null_mut(),
-                    sequence: 0,
+                    sequence: BEFORE_FIRST,
                     tables: VecDeque::new(),
                 },
             ],
@@ -184,7 +184,7 @@ impl Streams {
         progress: &Progress,
         counters: &CopyCounters,
         handed: &mut Vec<HandedOver>,
-    ) -> (u32, Mark) {
+    ) -> (u64, Mark) {
         let mut fit = Shape::default();
         let (mut small, mut large, mut later) = (Vec::new(), Vec::new(), Vec::new());
         for job in jobs.drain(..) {
@@ -226,7 +226,7 @@ impl Streams {
     }
 
     /// Starts one kernel for all the jobs, which fit a table. Returns its number.
-    fn launch(&mut self, direction: Direction, jobs: &[Job], progress: &Progress) -> Result<u32, Refused> {
+    fn launch(&mut self, direction: Direction, jobs: &[Job], progress: &Progress) -> Result<u64, Refused> {
         let driver = self.primary.driver();
         let absent = Refused {
             call: "cuLaunchKernel",
@@ -249,12 +249,12 @@ impl Streams {
         }
         let base = jobs.iter().map(Job::staging_on_device).min().unwrap_or(0);
         let count = table.fill(jobs, base);
-        let sequence = way.sequence.wrapping_add(1);
+        let sequence = way.sequence + 1;
         let mut pieces = table.block.device();
         let mut count_argument = count as u32;
         let mut staging = base;
         let mut done = progress.device_word(direction);
-        let mut value = sequence;
+        let mut value = sequence as u32;
         let mut parameters: [*mut c_void; 5] = [
             (&raw mut pieces).cast(),
             (&raw mut count_argument).cast(),
@@ -296,8 +296,8 @@ impl Streams {
         counters: &CopyCounters,
         progress: &Progress,
         handed: &mut Vec<HandedOver>,
-    ) -> (u32, Mark) {
-        let sequence = self.ways[direction as usize].sequence.wrapping_add(1);
+    ) -> (u64, Mark) {
+        let sequence = self.ways[direction as usize].sequence + 1;
         self.ways[direction as usize].sequence = sequence;
         let all = jobs.iter().fold(Shape::default(), |sum, job| sum.and(job.shape));
         let batched = self.choose(all) == Way::Batch && jobs.len() > 1 && {
@@ -385,14 +385,14 @@ impl Streams {
     }
 
     /// Lets the stream count a number behind what it was given.
-    fn mark(&mut self, direction: Direction, sequence: u32, progress: &Progress) -> Mark {
+    fn mark(&mut self, direction: Direction, sequence: u64, progress: &Progress) -> Mark {
         let driver = self.primary.driver();
         let stream = self.ways[direction as usize].stream;
         if self.word {
             let word = progress.device_word(direction);
             // SAFETY: the word is page-locked memory that lives as long as the stream. Without a flag the write comes
             // behind a fence for the whole system: who sees it sees what the copies wrote.
-            match unsafe { driver.stream_write_value(stream, word, sequence, 0) } {
+            match unsafe { driver.stream_write_value(stream, word, sequence as u32, 0) } {
                 Ok(()) => return Mark::Word,
                 Err(refused) => {
                     self.word = false;
@@ -488,7 +488,7 @@ impl OneWay {
         unsafe { driver.stream_create(&mut stream, NON_BLOCKING) }?;
         Ok(OneWay {
             stream,
-            sequence: 0,
+            sequence: BEFORE_FIRST,
             tables: VecDeque::new(),
         })
     }

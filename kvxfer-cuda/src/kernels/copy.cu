@@ -45,7 +45,21 @@ __device__ void copy(unsigned char *to, const unsigned char *from, unsigned long
     }
 }
 
-// The last block to finish says so, after everybody's bytes are visible to host and device.
+// The last block to finish says so: it writes `value` to `done`, a word in page-locked memory. Who reads it there (acquire)
+// sees everybody's bytes, on the host and on the device. By the memory consistency model of the PTX ISA:
+//
+//  1. A thread's fence comes after its stores. It is sequentially consistent, for the whole system (CUDA C++ Programming Guide,
+//     "Memory Fence Functions"; membar.sys is fence.sc.sys).
+//  2. It comes before its block's count in causality order: by program order up to the barrier, which synchronizes, and on.
+//  3. All blocks' counts are atomic operations at one place, so they are in one order; the last one gets the highest number.
+//     Its thread's second fence therefore comes after each first fence in the one order of fences ("Fence-SC"): the other way
+//     round they would synchronize, and the last count would come before one that it has seen.
+//  4. So each first fence synchronizes with the second, and what came before the first comes before the write behind the
+//     second ("causality order" is transitive). That write is strong: volatile is relaxed at the scope of the system. A fence
+//     and a strong write behind it are a release pattern.
+//
+// The Guide's example of these functions counts blocks in the same way. A kernel that fails never counts its last block.
+// The highest number makes zero of the counter, for the next launch: launches of one stream do not overlap.
 __device__ void finish(unsigned *blocks_done, unsigned *done, unsigned value) {
     __threadfence_system();
     __syncthreads();

@@ -12,6 +12,7 @@ use common::{Bench, pattern, region, segment, until, wait};
 use kvxfer_core::ErrorKind;
 use kvxfer_core::memory::{CopyState, ImportState};
 use kvxfer_cuda::Gather;
+use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketAddrUnix, SocketFlags, SocketType, connect, recv, send, socket_with,
 };
@@ -223,25 +224,39 @@ fn an_owner_that_does_not_answer_is_not_waited_for() {
     bench.end();
 }
 
-/// A connection to whoever gave the description: its bytes 1 to 16 are the name.
-fn intruder(description: &[u8]) -> OwnedFd {
-    let name = description[1..17]
-        .iter()
-        .fold("kvxfer-".to_owned(), |text, byte| text + &format!("{byte:02x}"));
-    let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
-    connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
-    socket
-}
+/// A connection to whoever gave the description, past everything that importers do right.
+struct Intruder(OwnedFd);
 
-/// Waits until the other end has closed it.
-fn closed(socket: &OwnedFd) {
-    let mut bytes = [0u8; 4096];
-    loop {
-        match recv(socket, &mut bytes, RecvFlags::empty()) {
-            Ok((0, _)) | Err(rustix::io::Errno::CONNRESET) => return,
-            Ok(_) => {}
+impl Intruder {
+    fn new(description: &[u8]) -> Intruder {
+        // Bytes 1 to 16 are the name.
+        let name = description[1..17]
+            .iter()
+            .fold("kvxfer-".to_owned(), |text, byte| text + &format!("{byte:02x}"));
+        let socket = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None).unwrap();
+        connect(&socket, &SocketAddrUnix::new_abstract_name(name.as_bytes()).unwrap()).unwrap();
+        set_socket_timeout(&socket, Timeout::Recv, Some(common::PATIENCE)).unwrap();
+        Intruder(socket)
+    }
+
+    /// False: nobody takes it.
+    fn say(&self, message: &[u8]) -> bool {
+        send(&self.0, message, SendFlags::NOSIGNAL).is_ok()
+    }
+
+    /// The next message; none if it was closed.
+    fn hear(&self) -> Option<Vec<u8>> {
+        let mut bytes = vec![0u8; 4096];
+        match recv(&self.0, &mut bytes[..], RecvFlags::empty()) {
+            Ok((0, _)) | Err(rustix::io::Errno::CONNRESET) => None,
+            Ok((length, _)) => Some(bytes[..length].to_vec()),
             Err(errno) => panic!("{errno}"),
         }
+    }
+
+    /// The message of an importer that wants what is described, under a name of its own.
+    fn wish(description: &[u8], id: u8) -> Vec<u8> {
+        [&[0, id], &description[17..33], &[0, 0]].concat()
     }
 }
 
@@ -272,13 +287,27 @@ fn garbage_closes_its_connection_and_no_other() {
     let (made, to) = (bench.region(LENGTH), bench.region(LENGTH));
     let exported = export(&made).unwrap();
     let import = take_all(&to, exported.description()).unwrap();
-    for garbage in [&b"x"[..], &[0; 40], &[255; 900], &pattern(3000, 5)] {
-        let socket = intruder(exported.description());
-        send(&socket, garbage, SendFlags::empty()).unwrap();
-        closed(&socket);
+    let wish = |id| Intruder::wish(exported.description(), id);
+    let second = export(&to).unwrap();
+    for garbage in [
+        &b"x"[..],
+        &[],
+        &[0; 40],
+        &[255; 900],
+        &pattern(3000, 5),
+        &Intruder::wish(second.description(), 7),
+    ] {
+        // It has something: it is not sent away for its silence.
+        let intruder = Intruder::new(exported.description());
+        assert!(intruder.say(&wish(7)) && intruder.hear().is_some());
+        assert_eq!(exported.importers(), 2);
+        assert!(intruder.say(garbage));
+        assert_eq!(intruder.hear(), None);
+        until("it has nothing any more", || exported.importers() == 1);
     }
     // Who says nothing is sent away too, in the end.
-    closed(&intruder(exported.description()));
+    assert_eq!(Intruder::new(exported.description()).hear(), None);
+    drop(second);
     assert!(matches!(import.state(), ImportState::Ready));
     assert_eq!(exported.importers(), 1);
     drop((import, exported, made, to));
@@ -290,7 +319,7 @@ fn connections_are_bounded() {
     let bench = Bench::new();
     let (made, to) = (bench.region(LENGTH), bench.region(LENGTH));
     let exported = export(&made).unwrap();
-    let many: Vec<OwnedFd> = (0..256).map(|_| intruder(exported.description())).collect();
+    let many: Vec<_> = (0..256).map(|_| Intruder::new(exported.description())).collect();
     let error = take_all(&to, exported.description()).unwrap_err();
     assert_eq!(error.kind(), ErrorKind::PeerLost, "{error}");
     drop(many);
@@ -319,8 +348,9 @@ fn another_user_is_not_let_in() {
         // Of this thread only, as the system has it (libc's function would change all).
         // SAFETY: takes three numbers.
         assert_eq!(unsafe { libc::syscall(libc::SYS_setresuid, 65_534, 65_534, 65_534) }, 0);
-        let socket = intruder(&description);
-        closed(&socket);
+        let intruder = Intruder::new(&description);
+        intruder.say(&Intruder::wish(&description, 1));
+        assert_eq!(intruder.hear(), None);
     });
     other.join().unwrap();
     let import = take_all(&to, exported.description()).unwrap();

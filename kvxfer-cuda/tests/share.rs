@@ -276,6 +276,10 @@ fn a_recall_waits_for_the_copies_under_way_and_no_more_are_started() {
         assert_eq!(error.kind(), ErrorKind::NotRegistered, "{error}");
         let again = domain.start_import_copy(&[run(&import, 0, 1)], &regions, &[segment(0, 0, 1)]);
         assert_eq!(again.unwrap_err().kind(), ErrorKind::NotRegistered);
+        // Nor is it given to anybody else, though it is still there.
+        let second = domain.import(&description).unwrap();
+        let error = gone(&second);
+        assert!(error.to_string().contains("not shared"), "{error}");
         std::thread::sleep(MOMENT);
         running();
         assert_eq!(exported.as_ref().map_or(1, |exported| exported.importers()), 1);

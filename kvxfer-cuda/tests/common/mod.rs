@@ -125,8 +125,9 @@ pub(crate) fn segment(region: u32, offset: u64, length: u64) -> Segment {
     Segment { region, offset, length }
 }
 
-/// Bytes that differ from place to place.
+/// Bytes that differ from place to place, also from block to block.
 pub(crate) fn pattern(length: usize, seed: u8) -> Vec<u8> {
-    let byte = |index: usize| (index as u8).wrapping_mul(31) ^ (index >> 8) as u8 ^ seed;
+    let far = |index: usize| ((index >> 16) as u8).wrapping_mul(101) ^ (index >> 24) as u8;
+    let byte = |index: usize| (index as u8).wrapping_mul(31) ^ (index >> 8) as u8 ^ far(index) ^ seed;
     (0..length).map(byte).collect()
 }

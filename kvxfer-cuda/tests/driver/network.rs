@@ -1,12 +1,8 @@
 //! Memory for network devices: dmabufs, addresses, and their writes made visible.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::os::fd::AsRawFd;
 
-use common::{Bench, pattern, region};
+use crate::common::{Bench, pattern, region};
 use kvxfer_core::ErrorKind;
 use kvxfer_core::memory::DmaBuf;
 use kvxfer_cuda::Gather;

@@ -1,10 +1,6 @@
 //! What addresses are, what becomes a region, and what is refused with which reason.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
-use common::{Bench, config, region};
+use crate::common::{self, Bench, config, region};
 use kvxfer_core::ErrorKind;
 use kvxfer_core::memory::Region;
 use kvxfer_cuda::{Availability, Cuda, Gather, PointerKind, WriteOrdering, probe};

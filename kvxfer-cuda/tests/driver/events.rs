@@ -1,15 +1,11 @@
 //! Events: captured as they are, watched without waiting; and streams that are held.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::ffi::c_void;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
-use common::{Bench, config, until};
+use crate::common::{self, Bench, config, until};
 use crossbeam::channel::{Receiver, unbounded};
 use kvxfer_core::{ErrorKind, Result};
 use kvxfer_cuda::{CapturedEvent, Cuda, Gather};

@@ -1,13 +1,9 @@
 //! Copies: what they move, when they are done, how few calls they take, and how they fail.
 
-#![allow(clippy::unwrap_used)]
-
-mod common;
-
 use std::sync::Arc;
 use std::time::Duration;
 
-use common::{Bench, PATIENCE, Staging, pattern, region, segment, until, wait};
+use crate::common::{self, Bench, PATIENCE, Staging, pattern, region, segment, until, wait};
 use kvxfer_core::ErrorKind;
 use kvxfer_core::memory::{CopyState, Region, Segment};
 use kvxfer_cuda::Gather;

@@ -161,42 +161,6 @@ impl Machine {
         Ok(())
     }
 
-    pub(super) fn pool(&self, id: PoolId) -> Result<&PoolSetup> {
-        self.pools.get(&id).ok_or_else(|| pool_unknown(id))
-    }
-
-    pub(super) fn pool_adverts(&self) -> Vec<PoolAdvert> {
-        self.pools
-            .iter()
-            .map(|(id, pool)| super::advert_of(pool, *id))
-            .collect()
-    }
-
-    pub(super) fn users_of(&self, id: PoolId) -> Vec<String> {
-        let quarantined = self.quarantined_pools.contains(&id)
-            || self.slot_uses.values().any(|used| used.quarantined && used.pool == id);
-        let counts = [
-            ("offers", self.offers.values().filter(|offer| offer.pool == id).count()),
-            ("claims", self.claims.values().filter(|claim| claim.pool == id).count()),
-            (
-                "grants",
-                self.grants.values().filter(|grant| grant.pool == id).count()
-                    + self.serves.values().filter(|serve| serve.pool == id).count(),
-            ),
-            (
-                "transfers",
-                self.pushes.values().filter(|push| push.pool == id).count()
-                    + self.pulls.values().filter(|pull| pull.pool == id).count(),
-            ),
-            ("blocks in quarantine", usize::from(quarantined)),
-        ];
-        counts
-            .into_iter()
-            .filter(|(_, count)| *count > 0)
-            .map(|(what, count)| format!("{count} {what}"))
-            .collect()
-    }
-
     pub(super) fn tell_all(&mut self, now: Time, message: &Message) {
         let peers: Vec<Incarnation> = self.peers.keys().copied().collect();
         for peer in peers {

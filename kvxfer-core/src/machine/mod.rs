@@ -13,16 +13,17 @@ use std::sync::Arc;
 use crate::error::{Error, ErrorKind, Result};
 use crate::flow::{Gate, SlotTable, SlotWatcher, TransferId};
 use crate::id::{GrantName, Incarnation, PoolId};
-use crate::layout::{BlockId, PoolLayout, Selection};
+use crate::layout::{BlockId, Selection};
 use crate::mutants::{self, Mutant};
 use crate::plan::Target;
 use crate::time::Time;
 use crate::transport::LinkEvent;
 use crate::wire::lane::LaneHello;
-use crate::wire::{Access, EndpointAddress, Frame, Grant, Hello, Message, PoolAdvert};
+use crate::wire::{Access, EndpointAddress, Frame, Grant, Message};
 
 mod claim;
 mod config;
+mod connection;
 mod fences;
 mod grant;
 mod handles;
@@ -30,9 +31,12 @@ mod handshake;
 mod keys;
 mod links;
 mod member;
+mod member_grant;
 mod messages;
 mod offer;
+mod offer_end;
 mod peers;
+mod pools;
 mod random;
 mod released;
 mod report;
@@ -50,6 +54,7 @@ pub use types::{
 };
 
 use claim::Claim;
+use connection::{Connection, Purpose, Stage};
 use fences::Ending;
 use grant::{Serve, WriteGrant};
 use keys::Keys;
@@ -57,6 +62,7 @@ use links::{LinkState, LinkTransfer};
 use member::RemoteClaim;
 use offer::Offer;
 use peers::{Peer, Resolving};
+use pools::{check_geometry, pool_unknown};
 use random::Random;
 use slots::{SlotKey, SlotUse};
 use timers::{TimerKey, Timers};
@@ -125,47 +131,6 @@ pub struct Machine {
     quarantined_pools: BTreeSet<PoolId>,
 }
 
-/// A session connection.
-#[derive(Debug)]
-struct Connection {
-    stage: Stage,
-    purpose: Purpose,
-    /// Where an accepted one came from.
-    from: Option<SocketAddr>,
-    /// Who is at the other end, or should be.
-    peer: Option<Incarnation>,
-    /// The dialer's lane secret.
-    token: u128,
-    /// What the other end said of itself.
-    hello: Option<Box<Hello>>,
-    /// What this end said when it accepted.
-    resumed: bool,
-    /// The pools that this end's hello has named: what came or went since is told when the session begins.
-    pools_said: BTreeSet<PoolId>,
-    began: Time,
-}
-
-/// How far a connection's handshake is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Stage {
-    Dialing,
-    /// The other end's hello is awaited.
-    Hello,
-    /// Its word that it is ready is awaited.
-    Ready,
-    /// Accepted while our own was being dialed: kept in case that fails.
-    Parked,
-    Established,
-}
-
-/// Why there is a connection.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Purpose {
-    Peer(Incarnation),
-    Resolve(SocketAddr),
-    Accepted,
-}
-
 /// Who uses a peer's grant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum UseOwner {
@@ -230,42 +195,6 @@ impl Machine {
             quarantined_pools: BTreeSet::new(),
             config,
         }
-    }
-
-    // ------------------------------------------------------------------------------------------------ pools
-
-    /// Registers a pool and tells all peers.
-    ///
-    /// # Errors
-    /// `InvalidArgument` if the id was used before, `Closed` after [`shutdown`](Self::shutdown).
-    pub fn add_pool(&mut self, now: Time, id: PoolId, setup: PoolSetup) -> Result<()> {
-        self.check_open("a pool")?;
-        if self.pools.contains_key(&id) {
-            return Err(Error::new(ErrorKind::InvalidArgument, format!("pool {id}"))
-                .because("there is one with this id")
-                .remedy("number pools upwards"));
-        }
-        let advert = advert_of(&setup, id);
-        self.pools.insert(id, setup);
-        self.tell_all(now, &Message::PoolAdded(advert));
-        Ok(())
-    }
-
-    /// Takes a pool back and tells all peers.
-    ///
-    /// # Errors
-    /// `Busy` while anything refers to it (also blocks in quarantine, for ever), `NotRegistered` if it is not there.
-    pub fn remove_pool(&mut self, now: Time, id: PoolId) -> Result<()> {
-        self.pool(id)?;
-        let users = self.users_of(id);
-        if !users.is_empty() {
-            return Err(Error::new(ErrorKind::Busy, format!("pool {id}"))
-                .because(format!("it is used by {}", users.join(", ")))
-                .remedy("end what uses it, or wait for it"));
-        }
-        self.pools.remove(&id);
-        self.tell_all(now, &Message::PoolRemoved(id));
-        Ok(())
     }
 
     // ------------------------------------------------------------------------------------------ source side
@@ -626,37 +555,6 @@ impl Machine {
     }
 }
 
-fn advert_of(pool: &PoolSetup, id: PoolId) -> PoolAdvert {
-    PoolAdvert {
-        id,
-        layout: PoolLayout::clone(&pool.layout),
-        serves: pool.serves,
-        receives: pool.receives,
-        keys: pool.keys.clone(),
-    }
-}
-
-fn pool_unknown(id: PoolId) -> Error {
-    Error::new(ErrorKind::NotRegistered, format!("pool {id}"))
-        .because("it is not registered with this endpoint")
-        .remedy("register it first")
-}
-
 fn handle_ended() -> Error {
     Error::new(ErrorKind::Closed, "the handle").because("it has ended")
-}
-
-/// A grant is used only with the geometry it was made for.
-fn check_geometry(layout: &PoolLayout, hash: u64, pool: PoolId) -> Result<()> {
-    if layout.geometry_hash() == hash {
-        return Ok(());
-    }
-    Err(
-        Error::new(ErrorKind::GeometryMismatch, format!("the grant's pool {pool}"))
-            .because(format!(
-                "its owner declares geometry {:016x}, the grant was made for {hash:016x}",
-                layout.geometry_hash()
-            ))
-            .remedy("ask for a new grant"),
-    )
 }

@@ -10,7 +10,8 @@ use kvxfer_core::{Error, ErrorKind, Result};
 use serde::Serialize;
 
 use crate::cli::FiguresArgs;
-use crate::measure::{self, Bench, Measured, Plan};
+use crate::measure::{self, Bench, Plan};
+use crate::measured::Measured;
 use crate::side::{self, Mover};
 use crate::statistics::{median, quantile, rounded};
 use crate::terminal::{self, GREEN, RED};

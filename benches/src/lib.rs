@@ -10,6 +10,7 @@ mod doctor;
 mod figures;
 mod gpu_check;
 mod measure;
+mod measured;
 pub mod memory;
 mod node;
 mod perftest;

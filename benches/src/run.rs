@@ -9,7 +9,8 @@ use serde::Serialize;
 
 use crate::cli::{self, Baseline, ConnectArgs, Direction, MeasureArgs, ServeArgs};
 use crate::control::{self, Channel};
-use crate::measure::{self, Bench, Measured, Other, Plan};
+use crate::measure::{self, Bench, Other, Plan};
+use crate::measured::{Measured, Rep};
 use crate::side::{Mover, Request, Setup, Target};
 use crate::statistics::rounded;
 use crate::work::Work;
@@ -250,7 +251,7 @@ pub(crate) fn row(work: &Work, outcome: &Measured, baseline: Option<&Measured>, 
     }
 }
 
-fn best_and_worst(reps: &[measure::Rep]) -> Option<(f64, f64)> {
+fn best_and_worst(reps: &[Rep]) -> Option<(f64, f64)> {
     let seconds = || reps.iter().map(|rep| rep.seconds);
     let best = seconds().min_by(f64::total_cmp)?;
     Some((best, seconds().max_by(f64::total_cmp)?))

@@ -4,6 +4,8 @@
 //! through [`Region::copy_in`] and [`Region::copy_out`], or through a transport, which sees the region only through
 //! its [`MemoryDomain`].
 
+pub mod staging;
+
 use std::any::Any;
 use std::fmt;
 use std::os::fd::OwnedFd;

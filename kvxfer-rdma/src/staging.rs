@@ -19,8 +19,8 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use kvxfer_core::flow::{ByteStream, OwnedGateGuard};
-use kvxfer_core::memory::{CopyState, CopyTicket, HostView, MemoryDomain, Region, Segment, StagingPin};
-use kvxfer_core::mutants::{self, Mutant};
+use kvxfer_core::memory::staging::{CopyBuffer, Pins, StagedCopy, Way};
+use kvxfer_core::memory::{HostView, MemoryDomain, Region, Segment};
 use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::Mutex;
 
@@ -222,8 +222,7 @@ struct Memory {
     // In this order: nothing reaches the memory any more when it is freed.
     region: Option<MemoryRegion>,
     flush: Option<MemoryRegion>,
-    // For each domain that has copied out of it or into it.
-    pins: Vec<(Arc<dyn MemoryDomain>, Option<StagingPin>)>,
+    pins: Pins,
     base: NonNull<u8>,
 }
 
@@ -246,7 +245,7 @@ impl Memory {
         let mut memory = Memory {
             region: None,
             flush: None,
-            pins: Vec::new(),
+            pins: Pins::default(),
             base,
         };
         let verbs = |error| Error::from(RdmaError::Verbs(error));
@@ -277,20 +276,6 @@ impl Memory {
 
     fn flush_point(&self) -> Option<(u64, u32)> {
         self.flush.as_ref().map(|flush| (self.address(), flush.rkey()))
-    }
-
-    fn pin(&mut self, domain: &Arc<dyn MemoryDomain>) -> Result<()> {
-        if self.pins.iter().any(|(pinned, _)| Arc::ptr_eq(pinned, domain)) {
-            return Ok(());
-        }
-        let whole = HostView {
-            pointer: self.base.as_ptr(),
-            length: BUFFER_BYTES,
-        };
-        // SAFETY: the allocation is ours and is freed after its pins.
-        let pin = unsafe { domain.pin_staging(whole) }?;
-        self.pins.push((domain.clone(), pin));
-        Ok(())
     }
 }
 
@@ -338,14 +323,21 @@ impl Buffer {
     pub(crate) fn quarantine(self) {
         std::mem::forget(self);
     }
+}
 
-    fn view(&self, offset: usize, length: usize) -> HostView {
-        assert!(offset + length <= BUFFER_BYTES, "a view inside the staging buffer");
+// SAFETY: the allocation is the buffer's own and is freed after it has gone back to its shelf.
+unsafe impl CopyBuffer for Buffer {
+    fn whole(&self) -> HostView {
         HostView {
-            // SAFETY: checked above to stay inside the allocation.
-            pointer: unsafe { self.memory.base.as_ptr().add(offset) },
-            length,
+            pointer: self.memory.base.as_ptr(),
+            length: BUFFER_BYTES,
         }
+    }
+
+    fn pin(&mut self, domain: &Arc<dyn MemoryDomain>) -> Result<()> {
+        let whole = self.whole();
+        // SAFETY: always the whole allocation, which is freed after its pins.
+        unsafe { self.memory.pins.pin(domain, whole) }
     }
 }
 
@@ -365,153 +357,22 @@ impl Drop for Buffer {
     }
 }
 
-/// Which way a copy goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Way {
-    /// From the regions into the buffer.
-    Gather,
-    /// From the buffer into the regions.
-    Scatter,
-}
+/// A copy between one of these buffers and regions.
+pub(crate) type Copying = StagedCopy<Buffer>;
 
-/// A copy between a buffer and regions, running by itself inside the gate that it was started with.
-///
-/// Dropped while it runs (a device that hangs, at the end of its link), it leaks the buffer, the regions and its place inside
-/// the gate: the gate then never counts as fenced, which is how the blocks come to be quarantined.
-pub(crate) struct Copying {
-    held: ManuallyDrop<Held>,
-    runs: Vec<(Arc<dyn MemoryDomain>, CopyTicket)>,
-    failed: Option<Error>,
-    taken: bool,
-}
-
-struct Held {
-    guard: OwnedGateGuard,
+/// Starts copying a range of a stream from or to the buffer, densely, from the buffer's start, inside the guard's gate.
+pub(crate) fn copy(
+    way: Way,
+    regions: Arc<[Arc<Region>]>,
+    (stream, offset, length): (&dyn ByteStream, u64, u32),
     buffer: Buffer,
-    _regions: Arc<[Arc<Region>]>,
-}
-
-impl Copying {
-    /// Starts copying a range of a stream from or to the buffer, densely, from the buffer's start. A failure to start is
-    /// reported by [`poll`](Self::poll), after what was started has ended.
-    pub(crate) fn start(
-        way: Way,
-        regions: Arc<[Arc<Region>]>,
-        range: (&dyn ByteStream, u64, u32),
-        buffer: Buffer,
-        guard: OwnedGateGuard,
-    ) -> Copying {
-        let mut copy = Copying {
-            held: ManuallyDrop::new(Held {
-                guard,
-                buffer,
-                _regions: regions.clone(),
-            }),
-            runs: Vec::with_capacity(1),
-            failed: None,
-            taken: false,
-        };
-        copy.failed = copy.start_runs(way, &regions, range).err();
-        copy
+    guard: OwnedGateGuard,
+) -> Copying {
+    let mut segments: Vec<Segment> = Vec::new();
+    let got = stream.segments(offset, length.into(), usize::MAX, &mut segments);
+    if got != u64::from(length) {
+        let error = Error::new(ErrorKind::Internal, "a chunk that its stream does not have").at("rdma");
+        return StagedCopy::refused(error, regions, buffer, guard);
     }
-
-    fn start_runs(
-        &mut self,
-        way: Way,
-        regions: &[Arc<Region>],
-        (stream, offset, length): (&dyn ByteStream, u64, u32),
-    ) -> Result<()> {
-        let mut segments: Vec<Segment> = Vec::new();
-        let got = stream.segments(offset, length.into(), usize::MAX, &mut segments);
-        if got != u64::from(length) || length as usize > BUFFER_BYTES {
-            return Err(Error::new(ErrorKind::Internal, "a chunk that its stream does not have").at("rdma"));
-        }
-        let mut at = 0usize;
-        for run in segments.chunk_by(|a, b| same_domain(regions, a, b)) {
-            let bytes: u64 = run.iter().map(|segment| segment.length).sum();
-            let view = self.held.buffer.view(at, bytes as usize);
-            at += bytes as usize;
-            let region = &regions[run[0].region as usize];
-            if region.host_view(run[0].offset, run[0].length).is_some() {
-                copy_host(way, regions, run, view)?;
-                continue;
-            }
-            let domain = region.domain().clone();
-            self.held.buffer.memory.pin(&domain)?;
-            let ticket = match way {
-                Way::Gather => domain.start_gather(regions, run, view),
-                Way::Scatter => domain.start_scatter(view, regions, run),
-            }?;
-            self.runs.push((domain, ticket));
-        }
-        Ok(())
-    }
-
-    /// Whether it has ended, and if so how.
-    pub(crate) fn poll(&mut self) -> Option<Result<()>> {
-        let failed = &mut self.failed;
-        self.runs.retain(|(domain, ticket)| match domain.poll_copy(*ticket) {
-            Ok(CopyState::Running) => true,
-            Ok(CopyState::Done) => false,
-            Err(error) => {
-                failed.get_or_insert(error);
-                false
-            }
-        });
-        if !self.runs.is_empty() {
-            return None;
-        }
-        Some(self.failed.take().map_or(Ok(()), Err))
-    }
-
-    /// A seeded defect's way: takes it for ended while it runs.
-    pub(crate) fn abandon(&mut self) -> Result<()> {
-        self.runs.clear();
-        Ok(())
-    }
-
-    /// After its end: leaves the gate and gives the buffer. True if the gate is fenced by that.
-    pub(crate) fn finish(mut self) -> (Buffer, bool) {
-        assert!(self.runs.is_empty(), "a copy that has ended");
-        self.taken = true;
-        // SAFETY: `taken` keeps `drop` from touching `held` again.
-        let held = unsafe { ManuallyDrop::take(&mut self.held) };
-        let fenced = held.guard.leave();
-        (held.buffer, fenced)
-    }
-}
-
-impl Drop for Copying {
-    fn drop(&mut self) {
-        if !self.taken && (self.runs.is_empty() || mutants::is(Mutant::ForgetHungCopies)) {
-            // SAFETY: not taken, and dropped only here.
-            unsafe { ManuallyDrop::drop(&mut self.held) }
-        }
-    }
-}
-
-fn same_domain(regions: &[Arc<Region>], a: &Segment, b: &Segment) -> bool {
-    Arc::ptr_eq(regions[a.region as usize].domain(), regions[b.region as usize].domain())
-}
-
-/// Segments of host memory that share a stream with segments that must be staged.
-fn copy_host(way: Way, regions: &[Arc<Region>], segments: &[Segment], staging: HostView) -> Result<()> {
-    let mut at = staging.pointer;
-    for segment in segments {
-        let region = &regions[segment.region as usize];
-        let view = region.host_view(segment.offset, segment.length).ok_or_else(|| {
-            Error::new(ErrorKind::Internal, "a region that has a host view only in part")
-                .at(region.domain().name().to_string())
-        })?;
-        // SAFETY: `view` lies inside a live region, `at` inside the staging buffer (its view was sized for the sum of
-        // the segments); the two are different allocations. We are inside the gate.
-        unsafe {
-            match way {
-                Way::Gather => std::ptr::copy_nonoverlapping(view.pointer, at, view.length),
-                Way::Scatter => std::ptr::copy_nonoverlapping(at, view.pointer, view.length),
-            }
-            at = at.add(view.length);
-        }
-    }
-    Ok(())
+    StagedCopy::start(way, regions, &segments, buffer, guard)
 }

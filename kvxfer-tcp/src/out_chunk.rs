@@ -5,11 +5,12 @@ use std::sync::Arc;
 
 use crc_fast::{CrcAlgorithm, Digest};
 use kvxfer_core::flow::{ByteStream, Chunk, ChunkName, Gate, OwnedGateGuard, Payload, TransferId};
+use kvxfer_core::memory::staging::{Way, needs_staging};
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::wire::lane::{HEADER_BYTES, LaneHeader, TRAILER_BYTES, Trailer};
 use kvxfer_core::{Error, ErrorKind};
 
-use crate::staging::{CopyJob, Direction, StagingBuffer, StagingPool, needs_staging};
+use crate::staging::{CopyJob, StagingBuffer, StagingPool, copy};
 use crate::sys;
 
 /// What a chunk is filled up with when its source was taken back midway.
@@ -309,8 +310,8 @@ impl OutChunk {
             };
         }
         let regions = source.regions.clone();
-        *stage = Stage::Copying(Box::new(CopyJob::start(
-            Direction::Gather,
+        *stage = Stage::Copying(Box::new(copy(
+            Way::Gather,
             regions,
             &segments,
             buffer,
@@ -334,18 +335,21 @@ impl OutChunk {
             return Pumped::default();
         };
         let (buffer, fenced) = job.finish();
-        match (outcome, buffer) {
-            (Ok(()), Some(buffer)) => {
+        match outcome {
+            Ok(()) => {
                 *stage = Stage::Ready(buffer);
                 Pumped {
                     fenced,
                     ..Pumped::default()
                 }
             }
-            (outcome, _) => Pumped {
-                fenced,
-                ..self.source_is_gone(outcome.err())
-            },
+            Err(error) => {
+                drop(buffer);
+                Pumped {
+                    fenced,
+                    ..self.source_is_gone(Some(error))
+                }
+            }
         }
     }
 

@@ -5,10 +5,11 @@ use std::sync::Arc;
 
 use crc_fast::Digest;
 use kvxfer_core::flow::{ByteStream, ChunkHeader, Gate};
+use kvxfer_core::memory::staging::Way;
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::{Error, ErrorKind};
 
-use crate::staging::{CopyJob, Direction, StagingBuffer};
+use crate::staging::{CopyJob, StagingBuffer, copy};
 use crate::sys;
 
 /// The destination of one chunk's payload.
@@ -63,8 +64,8 @@ pub(crate) fn scatter(
     let offset = header.offset + u64::from(span.start);
     to.stream
         .segments(offset, u64::from(span.end - span.start), usize::MAX, &mut segments);
-    Some(CopyJob::start(
-        Direction::Scatter,
+    Some(copy(
+        Way::Scatter,
         to.regions.clone(),
         &segments,
         buffer,

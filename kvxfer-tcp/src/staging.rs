@@ -6,9 +6,10 @@ use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 
+use kvxfer_core::Error;
 use kvxfer_core::flow::{Gate, OwnedGateGuard};
-use kvxfer_core::memory::{CopyState, CopyTicket, HostView, ImportedRun, MemoryDomain, Region, Segment, StagingPin};
-use kvxfer_core::{Error, ErrorKind};
+use kvxfer_core::memory::staging::{CopyBuffer, Pins, StagedCopy, Way};
+use kvxfer_core::memory::{HostView, ImportedRun, MemoryDomain, Region, Segment};
 use parking_lot::Mutex;
 
 /// Bytes of a staging buffer: one chunk.
@@ -45,8 +46,8 @@ struct Verified {
 /// One allocation, reached through raw pointers only: a device or the kernel may be writing to it.
 struct Memory {
     base: NonNull<u8>,
-    // For each domain that has copied out of it or into it. Undone before the memory is freed.
-    pins: Vec<(Arc<dyn MemoryDomain>, Option<StagingPin>)>,
+    // Undone before the memory is freed.
+    pins: Pins,
 }
 
 // SAFETY: the allocation is owned by this value alone.
@@ -57,21 +58,17 @@ impl Memory {
         // SAFETY: the layout's size is not zero.
         let base = unsafe { alloc_zeroed(STAGING_LAYOUT) };
         let base = NonNull::new(base).unwrap_or_else(|| handle_alloc_error(STAGING_LAYOUT));
-        Memory { base, pins: Vec::new() }
+        Memory {
+            base,
+            pins: Pins::default(),
+        }
     }
 
-    fn pin(&mut self, domain: &Arc<dyn MemoryDomain>) -> Result<(), Error> {
-        if self.pins.iter().any(|(pinned, _)| Arc::ptr_eq(pinned, domain)) {
-            return Ok(());
-        }
-        let whole = HostView {
+    fn whole(&self) -> HostView {
+        HostView {
             pointer: self.base.as_ptr(),
             length: STAGING_BYTES,
-        };
-        // SAFETY: the allocation is ours and is freed after its pins.
-        let pin = unsafe { domain.pin_staging(whole) }?;
-        self.pins.push((domain.clone(), pin));
-        Ok(())
+        }
     }
 }
 
@@ -164,14 +161,18 @@ impl StagingBuffer {
     pub(crate) fn pointer(&self) -> *mut u8 {
         self.memory.base.as_ptr()
     }
+}
 
-    fn view(&self, offset: usize, length: usize) -> HostView {
-        assert!(offset + length <= STAGING_BYTES, "a view inside the staging buffer");
-        HostView {
-            // SAFETY: checked above to stay inside the allocation.
-            pointer: unsafe { self.pointer().add(offset) },
-            length,
-        }
+// SAFETY: the allocation is the buffer's own and is freed after it has gone back to its pool.
+unsafe impl CopyBuffer for StagingBuffer {
+    fn whole(&self) -> HostView {
+        self.memory.whole()
+    }
+
+    fn pin(&mut self, domain: &Arc<dyn MemoryDomain>) -> Result<(), Error> {
+        let whole = self.whole();
+        // SAFETY: always the whole allocation, which is freed after its pins.
+        unsafe { self.memory.pins.pin(domain, whole) }
     }
 }
 
@@ -185,192 +186,35 @@ impl Drop for StagingBuffer {
     }
 }
 
-/// Which way a copy goes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Direction {
-    /// From the segments into staging.
-    Gather,
-    /// From staging into the segments.
-    Scatter,
-}
+/// A copy through one of these buffers.
+pub(crate) type CopyJob = StagedCopy<StagingBuffer>;
 
-/// A copy between staging and a region, or from imported memory into one, running by itself inside the gate it was started
-/// with.
-///
-/// Dropped while it runs (a hung device at shutdown), it leaks the buffer, the regions and its place inside the gate: the gate then
-/// never counts as fenced, which is how the blocks come to be quarantined.
-pub(crate) struct CopyJob {
-    held: ManuallyDrop<Held>,
-    runs: Vec<(Arc<dyn MemoryDomain>, CopyTicket)>,
-    failed: Option<Error>,
-    taken: bool,
-}
-
-struct Held {
-    gate: OwnedGateGuard,
-    buffer: Option<StagingBuffer>,
-    _regions: Arc<[Arc<Region>]>,
-}
-
-impl CopyJob {
-    /// Starts copying the segments from or to `buffer`, densely, from the buffer's start. A failure to start is
-    /// reported by [`poll`](Self::poll), after what was started has ended.
-    pub(crate) fn start(
-        direction: Direction,
-        regions: Arc<[Arc<Region>]>,
-        segments: &[Segment],
-        mut buffer: StagingBuffer,
-        (gate, guard): (&Arc<Gate>, OwnedGateGuard),
-    ) -> CopyJob {
-        let mut runs = Vec::with_capacity(1);
-        let mut failed = buffer.pool.verify(gate, &regions, segments).err();
-        let mut offset = 0usize;
-        let segments = if failed.is_none() { segments } else { &[] };
-        for run in segments.chunk_by(|a, b| same_domain(&regions, a, b)) {
-            let bytes: u64 = run.iter().map(|segment| segment.length).sum();
-            let view = buffer.view(offset, bytes as usize);
-            offset += bytes as usize;
-            let region = &regions[run[0].region as usize];
-            if region.host_view(run[0].offset, run[0].length).is_some() {
-                if let Err(error) = copy_host(direction, &regions, run, view) {
-                    failed = Some(error);
-                    break;
-                }
-                continue;
-            }
-            let domain = region.domain().clone();
-            let started = buffer.memory.pin(&domain).and_then(|()| match direction {
-                Direction::Gather => domain.start_gather(&regions, run, view),
-                Direction::Scatter => domain.start_scatter(view, &regions, run),
-            });
-            match started {
-                Ok(ticket) => runs.push((domain, ticket)),
-                Err(error) => {
-                    failed = Some(error);
-                    break;
-                }
-            }
-        }
-        CopyJob::running(guard, Some(buffer), regions, runs, failed)
-    }
-
-    /// Starts copying runs of imported regions into the segments, which are all of one domain's. Failures as in
-    /// [`start`](Self::start).
-    pub(crate) fn start_import(
-        from: &[ImportedRun<'_>],
-        regions: Arc<[Arc<Region>]>,
-        segments: &[Segment],
-        staging: &Arc<StagingPool>,
-        (gate, guard): (&Arc<Gate>, OwnedGateGuard),
-    ) -> CopyJob {
-        let started = staging.verify(gate, &regions, segments).and_then(|()| {
-            let Some(first) = segments.first() else {
-                return Ok(None);
-            };
-            let domain = regions[first.region as usize].domain().clone();
-            let ticket = domain.start_import_copy(from, &regions, segments)?;
-            Ok(Some((domain, ticket)))
-        });
-        let (run, failed) = match started {
-            Ok(run) => (run, None),
-            Err(error) => (None, Some(error)),
-        };
-        CopyJob::running(guard, None, regions, run.into_iter().collect(), failed)
-    }
-
-    fn running(
-        gate: OwnedGateGuard,
-        buffer: Option<StagingBuffer>,
-        regions: Arc<[Arc<Region>]>,
-        runs: Vec<(Arc<dyn MemoryDomain>, CopyTicket)>,
-        failed: Option<Error>,
-    ) -> CopyJob {
-        CopyJob {
-            held: ManuallyDrop::new(Held {
-                gate,
-                buffer,
-                _regions: regions,
-            }),
-            runs,
-            failed,
-            taken: false,
-        }
-    }
-
-    /// Whether it has ended, and if so how.
-    pub(crate) fn poll(&mut self) -> Option<Result<(), Error>> {
-        let failed = &mut self.failed;
-        self.runs.retain(|(domain, ticket)| match domain.poll_copy(*ticket) {
-            Ok(CopyState::Running) => true,
-            Ok(CopyState::Done) => false,
-            Err(error) => {
-                failed.get_or_insert(error);
-                false
-            }
-        });
-        if !self.runs.is_empty() {
-            return None;
-        }
-        Some(match self.failed.take() {
-            Some(error) => Err(error),
-            None => Ok(()),
-        })
-    }
-
-    /// After its end: leaves the gate and gives the buffer back. True if the gate is fenced by that.
-    pub(crate) fn finish(mut self) -> (Option<StagingBuffer>, bool) {
-        assert!(self.runs.is_empty(), "a copy that has ended");
-        self.taken = true;
-        // SAFETY: `taken` keeps `drop` from touching `held` again.
-        let held = unsafe { ManuallyDrop::take(&mut self.held) };
-        let fenced = held.gate.leave();
-        (held.buffer, fenced)
-    }
-}
-
-impl Drop for CopyJob {
-    fn drop(&mut self) {
-        if !self.taken && self.runs.is_empty() {
-            // SAFETY: not taken, and dropped only here.
-            unsafe { ManuallyDrop::drop(&mut self.held) }
-        }
-    }
-}
-
-fn same_domain(regions: &[Arc<Region>], a: &Segment, b: &Segment) -> bool {
-    Arc::ptr_eq(regions[a.region as usize].domain(), regions[b.region as usize].domain())
-}
-
-/// Segments of host memory that share a stream with segments that must be staged.
-fn copy_host(
-    direction: Direction,
-    regions: &[Arc<Region>],
+/// Starts copying the segments from or to `buffer`, densely, from the buffer's start, inside the gate, which the guard is of.
+pub(crate) fn copy(
+    way: Way,
+    regions: Arc<[Arc<Region>]>,
     segments: &[Segment],
-    staging: HostView,
-) -> Result<(), Error> {
-    let mut at = staging.pointer;
-    for segment in segments {
-        let region = &regions[segment.region as usize];
-        let view = region.host_view(segment.offset, segment.length).ok_or_else(|| {
-            Error::new(ErrorKind::Internal, "a region that has a host view only in part")
-                .at(region.domain().name().to_string())
-        })?;
-        // SAFETY: `view` lies inside a live region, `at` inside the staging buffer (its view was sized for the sum of
-        // the segments); the two are different allocations. We are inside the gate.
-        unsafe {
-            match direction {
-                Direction::Gather => std::ptr::copy_nonoverlapping(view.pointer, at, view.length),
-                Direction::Scatter => std::ptr::copy_nonoverlapping(at, view.pointer, view.length),
-            }
-            at = at.add(view.length);
-        }
+    buffer: StagingBuffer,
+    (gate, guard): (&Arc<Gate>, OwnedGateGuard),
+) -> CopyJob {
+    match buffer.pool.verify(gate, &regions, segments) {
+        Ok(()) => StagedCopy::start(way, regions, segments, buffer, guard),
+        Err(error) => StagedCopy::refused(error, regions, buffer, guard),
     }
-    Ok(())
 }
 
-/// Whether any of these regions must be staged.
-pub(crate) fn needs_staging(regions: &[Arc<Region>]) -> bool {
-    regions.iter().any(|region| region.host_view(0, 1).is_none())
+/// Starts copying runs of imported regions into the segments, which are all of one domain's, inside the gate.
+pub(crate) fn copy_imported(
+    from: &[ImportedRun<'_>],
+    regions: Arc<[Arc<Region>]>,
+    segments: &[Segment],
+    staging: &Arc<StagingPool>,
+    (gate, guard): (&Arc<Gate>, OwnedGateGuard),
+) -> StagedCopy<()> {
+    match staging.verify(gate, &regions, segments) {
+        Ok(()) => StagedCopy::start_import(from, regions, segments, guard),
+        Err(error) => StagedCopy::refused(error, regions, (), guard),
+    }
 }
 
 #[cfg(test)]

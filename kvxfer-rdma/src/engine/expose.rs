@@ -4,13 +4,14 @@
 use std::sync::Arc;
 
 use kvxfer_core::flow::{ByteStream, ChunkState, Direction, Gate, LaneName};
+use kvxfer_core::memory::staging::Way;
 use kvxfer_core::memory::{Region, Segment};
 use kvxfer_core::{Error, ErrorKind, Result};
 
 use crate::error::RdmaError;
 use crate::memory;
 use crate::message::{Landing, LinkMessage, PIECES_MAX, Piece, reason};
-use crate::staging::{Buffer, Copying, Way};
+use crate::staging::{Buffer, Copying, copy};
 
 use super::Turn;
 use super::lane::Lane;
@@ -323,12 +324,6 @@ impl crate::link::LinkCore {
         // Nobody takes these blocks back from a reader: it asks afterwards whether they were what it meant.
         let guard = Gate::new().enter_owned();
         let guard = guard.ok_or_else(|| Error::new(ErrorKind::Internal, "a new gate that is closed"))?;
-        Ok(Copying::start(
-            Way::Gather,
-            regions,
-            (&stream, 0, length),
-            buffer,
-            guard,
-        ))
+        Ok(copy(Way::Gather, regions, (&stream, 0, length), buffer, guard))
     }
 }

@@ -3,12 +3,13 @@
 use std::sync::Arc;
 
 use kvxfer_core::flow::{ByteStream, ChunkHeader, Gate, LaneName};
+use kvxfer_core::memory::staging::Way;
 use kvxfer_core::mutants::{self, Mutant};
 
 use crate::error::RdmaError;
 use crate::inbound::Regions;
 use crate::message::{LANDINGS_MAX, Landing, LinkMessage};
-use crate::staging::{Buffer, Copying, Way};
+use crate::staging::{Buffer, copy};
 
 use super::Turn;
 use super::lane::{Lane, Received};
@@ -101,7 +102,7 @@ impl Lane {
         };
         let range = (stream, header.offset, header.length);
         self.copies.push(LaneCopy {
-            copy: Copying::start(Way::Scatter, regions, range, buffer, guard),
+            copy: copy(Way::Scatter, regions, range, buffer, guard),
             header,
             read_by: None,
         });

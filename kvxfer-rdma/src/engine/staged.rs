@@ -11,6 +11,7 @@ use std::time::Duration;
 use kvxfer_core::flow::{
     Applied, ByteStream, ChunkHeader, ChunkState, Direction, Gate, LaneName, Placement, TransferId,
 };
+use kvxfer_core::memory::staging::Way;
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
 use kvxfer_core::{Error, ErrorKind};
@@ -19,7 +20,7 @@ use crate::counters::add;
 use crate::inbound::Regions;
 use crate::message::{Landing, LinkMessage, SlotUse};
 use crate::outbound::TransferKeys;
-use crate::staging::{Buffer, Copying, Taker, Way};
+use crate::staging::{Buffer, Copying, Taker, copy};
 
 use super::Turn;
 use super::expose::Exposure;
@@ -141,7 +142,7 @@ impl Lane {
                                 started = true;
                                 let range = (&*chunk.stream, chunk.header.offset, chunk.header.length);
                                 let regions = chunk.regions.clone();
-                                StagedStep::Gathering(Copying::start(Way::Gather, regions, range, buffer, guard))
+                                StagedStep::Gathering(copy(Way::Gather, regions, range, buffer, guard))
                             }
                             // Closed: the sweep finds it.
                             None => StagedStep::Waiting,
@@ -315,7 +316,7 @@ impl Lane {
         };
         let range = (&*stream, chunk.header.offset, chunk.header.length);
         self.copies.push(LaneCopy {
-            copy: Copying::start(Way::Scatter, regions, range, buffer, guard),
+            copy: copy(Way::Scatter, regions, range, buffer, guard),
             header: chunk.header,
             read_by: Some(chunk.transfer),
         });

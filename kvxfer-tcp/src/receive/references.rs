@@ -6,6 +6,7 @@
 use std::sync::Arc;
 
 use kvxfer_core::flow::{ChunkHeader, ChunkName, ChunkState, Gate, Placement};
+use kvxfer_core::memory::staging::StagedCopy;
 use kvxfer_core::memory::{Imported, ImportedRun, MemoryDomain};
 use kvxfer_core::mutants::{self, Mutant};
 use kvxfer_core::transport::LinkEvent;
@@ -18,7 +19,7 @@ use crate::counters::add;
 use crate::error::TcpError;
 use crate::link::LinkCore;
 use crate::placed::Placed;
-use crate::staging::CopyJob;
+use crate::staging::copy_imported;
 
 /// Copies out of the peer's memory that a lane has under way, at most: then it reads no further.
 const COPIES_MAX: usize = 64;
@@ -71,7 +72,7 @@ impl Body {
 /// A lane's references that are not settled.
 #[derive(Default)]
 pub(super) struct References {
-    copying: Vec<(CopyJob, ChunkHeader)>,
+    copying: Vec<(StagedCopy<()>, ChunkHeader)>,
     /// Copied, and the peer is asked whether it counts.
     asked: Vec<ChunkHeader>,
     /// The connection is gone: nobody can be asked.
@@ -103,7 +104,7 @@ fn counts_unasked(lost: bool) -> bool {
 
 /// How a reference was taken.
 enum Taken {
-    Copying(CopyJob),
+    Copying(StagedCopy<()>),
     /// It cannot be followed: the bytes are wanted.
     Declined,
     /// The slot is closed.
@@ -204,7 +205,7 @@ impl Reader {
             return Taken::Refused;
         };
         let regions = to.regions.clone();
-        let job = CopyJob::start_import(&from, regions, &self.segments, lent.staging, (&gate, guard));
+        let job = copy_imported(&from, regions, &self.segments, lent.staging, (&gate, guard));
         Taken::Copying(job)
     }
 

@@ -6,7 +6,6 @@
 //! buffers are used and keeps a list of [violations](StagedMemory::violations).
 
 use std::collections::{HashMap, HashSet};
-use std::ffi::c_void;
 use std::sync::{Arc, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -16,17 +15,14 @@ use kvxfer_core::memory::{
 };
 use kvxfer_core::{Error, ErrorKind, Result};
 use parking_lot::{Condvar, Mutex, MutexGuard};
-use rustix::mm::{MapFlags, ProtFlags};
 
-use crate::rng::{Rng, mix};
+use crate::rng::Rng;
 
+mod job;
 mod sharing;
 
-use sharing::InFlight;
+use job::{AddressRange, From, Job, Piece, Staging, Storage, UNFINISHED, Way, checksum};
 pub use sharing::Sharing;
-
-/// What a staging buffer is filled with while a gather into it runs: who sends it before `Done` sends this.
-const UNFINISHED: u8 = 0xEB;
 
 /// A memory domain whose regions the CPU cannot touch.
 #[derive(Debug)]
@@ -35,9 +31,6 @@ pub struct StagedMemory {
     copier: Mutex<Option<JoinHandle<()>>>,
     sharing: Sharing,
 }
-
-/// A piece of a region: its bytes, where it begins, how long it is.
-type Piece = (Weak<Storage>, usize, usize);
 
 impl StagedMemory {
     /// A domain whose copies take up to `delay_max` longer than they must. The delays follow from the seed.
@@ -428,83 +421,6 @@ impl Shared {
     }
 }
 
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Way {
-    Gather,
-    Scatter,
-}
-
-#[derive(Debug)]
-struct Job {
-    ticket: CopyTicket,
-    due: Instant,
-    staging: Staging,
-    pieces: Vec<Piece>,
-    from: From,
-}
-
-/// Where a copy's bytes come from, or go to.
-#[derive(Debug)]
-enum From {
-    /// A staging buffer. Of a scatter: what its bytes must still be when the copy runs.
-    Staging(Option<u64>),
-    /// Another domain's memory.
-    Import(InFlight),
-}
-
-impl Job {
-    fn copy(&self) -> Result<(), String> {
-        let expected = match &self.from {
-            From::Staging(expected) => *expected,
-            From::Import(held) => return self.copy_import(held),
-        };
-        let who = format!(
-            "ticket {} on staging buffer {:#x}+{}",
-            self.ticket.0, self.staging.address, self.staging.length
-        );
-        let mut position = 0;
-        // SAFETY: the caller of `start_*` keeps the buffer alive until `Done`, which is set after this.
-        let staging = unsafe { self.staging.bytes_mut() };
-        match expected {
-            Some(sum) if checksum(staging) != sum => {
-                return Err(format!("{who}: rewritten before its scatter was done"));
-            }
-            None if staging.iter().any(|byte| *byte != UNFINISHED) => {
-                return Err(format!("{who}: rewritten before its gather was done"));
-            }
-            _ => {}
-        }
-        for (storage, offset, length) in &self.pieces {
-            let Some(storage) = storage.upgrade() else {
-                return Err(format!("{who}: the region was dropped before the copy was done"));
-            };
-            let mut bytes = storage.bytes.lock();
-            let run = &mut bytes[*offset..offset + length];
-            let part = &mut staging[position..position + length];
-            match expected {
-                Some(_) => run.copy_from_slice(part),
-                None => part.copy_from_slice(run),
-            }
-            position += length;
-        }
-        Ok(())
-    }
-
-    fn copy_import(&self, held: &InFlight) -> Result<(), String> {
-        let who = format!("ticket {}", self.ticket.0);
-        let mut bytes = held.read().map_err(|why| format!("{who}: {why}"))?;
-        for (storage, offset, length) in &self.pieces {
-            let Some(storage) = storage.upgrade() else {
-                return Err(format!("{who}: the region was dropped before the copy was done"));
-            };
-            let rest = bytes.split_off(*length);
-            storage.bytes.lock()[*offset..offset + length].copy_from_slice(&bytes);
-            bytes = rest;
-        }
-        Ok(())
-    }
-}
-
 /// Keeps a buffer pinned.
 struct Pin {
     shared: Arc<Shared>,
@@ -520,92 +436,6 @@ impl Drop for Pin {
             state.violations.push(words);
         }
     }
-}
-
-#[derive(Debug, Clone, Copy)]
-struct Staging {
-    address: usize,
-    length: usize,
-}
-
-impl Staging {
-    fn overlaps(&self, other: &Staging) -> bool {
-        self.address < other.address + other.length && other.address < self.address + self.length
-    }
-
-    fn contains(&self, other: &Staging) -> bool {
-        self.address <= other.address && other.address + other.length <= self.address + self.length
-    }
-
-    /// # Safety
-    /// The buffer is alive and nothing writes it meanwhile.
-    unsafe fn bytes<'a>(&self) -> &'a [u8] {
-        if self.length == 0 {
-            return &[];
-        }
-        // SAFETY: upheld by the caller.
-        unsafe { std::slice::from_raw_parts(self.address as *const u8, self.length) }
-    }
-
-    /// # Safety
-    /// The buffer is alive and nothing else touches it meanwhile.
-    unsafe fn bytes_mut<'a>(&self) -> &'a mut [u8] {
-        if self.length == 0 {
-            return &mut [];
-        }
-        // SAFETY: upheld by the caller.
-        unsafe { std::slice::from_raw_parts_mut(self.address as *mut u8, self.length) }
-    }
-}
-
-#[derive(Debug)]
-struct Storage {
-    range: AddressRange,
-    bytes: Mutex<Box<[u8]>>,
-}
-
-/// Address space without access: a name for memory that faults when the CPU touches it.
-#[derive(Debug)]
-struct AddressRange {
-    base: *mut c_void,
-    length: usize,
-}
-
-// SAFETY: only an address; nothing is ever read or written there.
-unsafe impl Send for AddressRange {}
-// SAFETY: as above.
-unsafe impl Sync for AddressRange {}
-
-impl AddressRange {
-    fn reserve(length: usize) -> Result<AddressRange> {
-        // SAFETY: a new mapping at an address of the system's choice; it replaces nothing.
-        let base =
-            unsafe { rustix::mm::mmap_anonymous(std::ptr::null_mut(), length, ProtFlags::empty(), MapFlags::PRIVATE) };
-        match base {
-            Ok(base) => Ok(AddressRange { base, length }),
-            Err(error) => Err(
-                Error::new(ErrorKind::ResourceExhausted, format!("{length} bytes of address space"))
-                    .because(error.to_string()),
-            ),
-        }
-    }
-}
-
-impl Drop for AddressRange {
-    fn drop(&mut self) {
-        // SAFETY: mapped by `reserve` with this length, never handed out as memory. Failure leaves a reservation.
-        let _ = unsafe { rustix::mm::munmap(self.base, self.length) };
-    }
-}
-
-fn checksum(bytes: &[u8]) -> u64 {
-    let mut sum = bytes.len() as u64;
-    for chunk in bytes.chunks(8) {
-        let mut word = [0; 8];
-        word[..chunk.len()].copy_from_slice(chunk);
-        sum = mix(sum ^ u64::from_le_bytes(word));
-    }
-    sum
 }
 
 #[cfg(test)]

@@ -98,6 +98,28 @@ fn without_peer_access_another_process_says_so() {
 }
 
 #[test]
+fn what_an_importer_cannot_unmap_counts_until_its_end() {
+    let bench = Bench::with(&[("*", "fail", "cuIpcCloseMemHandle:UNKNOWN:1")], Gather::Auto);
+    let made = bench.region(LENGTH);
+    let exported = export(&made).unwrap();
+    let mut child = Child::importer(&bench.fake, "0");
+    child.imports(&exported, LENGTH);
+    child.ask("drop");
+    until("it was tried", || child.ask("count cuIpcCloseMemHandle") == "1");
+    exported.recall();
+    std::thread::sleep(MOMENT);
+    assert_eq!(
+        exported.importers(),
+        1,
+        "the owner was told that it may free the memory"
+    );
+    child.0.kill();
+    until("its end is noticed", || exported.importers() == 0);
+    drop((exported, made));
+    bench.end();
+}
+
+#[test]
 fn an_importer_that_is_killed_has_let_go() {
     let bench = Bench::new();
     let made = bench.region(LENGTH);

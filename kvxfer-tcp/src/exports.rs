@@ -312,9 +312,14 @@ impl Exports {
 
     /// How many exports the peer has mapped, and of how many it was told.
     pub(crate) fn counts(&self) -> (usize, usize) {
+        let Some(table) = &self.table else { return (0, 0) };
+        let exported = table.regions.lock();
         let state = self.state.lock();
-        let imported = state.told.values().filter(|told| **told == Told::Imported).count();
-        (imported, state.told.len())
+        // What was taken back is not counted.
+        let live = exported.values().filter(|entry| entry.is_live());
+        let told = live.filter_map(|entry| state.told.get(&entry.number));
+        let imported = told.clone().filter(|told| **told == Told::Imported).count();
+        (imported, told.count())
     }
 }
 

@@ -288,7 +288,14 @@ impl Inner {
                     _ => Vec::new(),
                 };
                 match self.enter() {
-                    Ok(active) => *presence = active,
+                    Ok(mut active) => {
+                        // What others have not let go of yet counts until they have.
+                        if let Presence::Active(_, registration) = &mut active {
+                            let still = mapped.into_iter().filter(|exported| exported.importers() > 0);
+                            registration.exported.extend(still);
+                        }
+                        *presence = active;
+                    }
                     Err(error) => {
                         *presence = Presence::Leaving(PoolRegistration::of_left_over(mapped), After::Suspended);
                         return Err(error);

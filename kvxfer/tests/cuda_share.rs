@@ -102,13 +102,18 @@ fn a_pool_is_closed_when_others_have_let_go_of_its_memory() {
     }
     child.stop().unwrap();
     // Nothing of it is under way: what refers to it is the other's mapping.
-    let error = loop {
-        match source.close() {
+    let until_mapped_alone = |take_out: &dyn Fn() -> kvxfer::Result<()>| loop {
+        match take_out() {
             Err(error) if error.to_string().contains("mapped") => break error,
             Err(error) if error.kind() == ErrorKind::Busy => std::thread::yield_now(),
             result => panic!("{result:?}"),
         }
     };
+    let error = until_mapped_alone(&|| source.suspend());
+    assert_eq!(error.kind(), ErrorKind::Busy);
+    // In use again, it still counts who has not let go of what it was before.
+    source.resume().unwrap();
+    let error = until_mapped_alone(&|| source.close());
     assert_eq!(error.kind(), ErrorKind::Busy);
     assert!(
         error

@@ -454,6 +454,18 @@ impl Machine {
         self.fences_changed = true;
     }
 
+    /// The holder of a read grant will not read it. False if it is no read grant.
+    pub(super) fn serve_unused(&mut self, now: Time, peer: Incarnation, name: GrantName, error: &Error) -> bool {
+        let Some(&id) = self.serve_names.get(&name) else {
+            return false;
+        };
+        let its = |serve: &Serve| serve.reader.is_none() && serve.holder.is_none_or(|holder| holder == peer);
+        if self.serves.get(&id).is_some_and(its) {
+            self.end_serve(now, id, error.clone());
+        }
+        true
+    }
+
     pub(super) fn look_at_serve_fence(&mut self, now: Time, id: HandleId) {
         let Some(serve) = self.serves.get(&id) else { return };
         if let Some(result) = serve.decided.as_ref().filter(|_| serve.gate.fenced()) {

@@ -65,6 +65,7 @@ impl Machine {
             self.send(now, peer, Message::Draining);
         }
         self.send_claims(now, peer);
+        self.send_grant_ends(now, peer);
         self.start_transfers(now, peer);
     }
 

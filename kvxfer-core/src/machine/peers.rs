@@ -80,6 +80,8 @@ pub(super) struct Peer {
     pub(super) verdict_acks: Vec<GrantName>,
     /// Claims that ended before there was a session to tell them on.
     pub(super) unsent_ends: Vec<(ClaimMessage, Verdict)>,
+    /// Grants of the peer's whose use ended before there was a session to tell it on.
+    pub(super) unsent_grant_ends: Vec<(GrantName, Error)>,
     /// Transfers given to the link.
     pub(super) active: usize,
     /// Transfers that wait for one of those to end, by inverted priority and age.
@@ -117,6 +119,7 @@ impl Peer {
             doomed: None,
             verdict_acks: Vec::new(),
             unsent_ends: Vec::new(),
+            unsent_grant_ends: Vec::new(),
             active: 0,
             queue: BTreeSet::new(),
             pending_fences: Vec::new(),

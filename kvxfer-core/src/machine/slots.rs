@@ -242,6 +242,9 @@ impl Machine {
 
     /// A sender stops using a grant: its owner decides, and answers.
     pub(super) fn sender_stopped(&mut self, now: Time, from: Incarnation, grant: GrantName, error: Error) {
+        if self.serve_unused(now, from, grant, &error) {
+            return;
+        }
         self.asked(now, from, grant);
         if grant.incarnation != self.incarnation {
             return;

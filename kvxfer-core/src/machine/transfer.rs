@@ -359,12 +359,30 @@ impl Machine {
             if let Some(push) = self.pushes.get_mut(&id) {
                 push.verdict = Some(Verdict::Failed(error.clone()));
             }
-            if self.has_session(peer) {
-                // Nothing was sent and nothing is asked: the owner shall not wait for its grant's deadline.
-                self.send(now, peer, Message::GrantEnded { grant, error });
-            }
+            self.tell_unused(now, peer, grant, error);
         }
         self.fences_changed = true;
+    }
+
+    /// A grant was spent, and nothing of it was asked for: its owner shall not wait for its deadline. If there is no session
+    /// yet, it is told in the first.
+    fn tell_unused(&mut self, now: Time, peer: Incarnation, grant: GrantName, error: Error) {
+        if self.has_session(peer) {
+            self.send(now, peer, Message::GrantEnded { grant, error });
+        } else if let Some(peer) = self.peers.get_mut(&peer)
+            && peer.unsent_grant_ends.len() < self.config.waiting_claims_max
+        {
+            peer.unsent_grant_ends.push((grant, error));
+        }
+    }
+
+    /// A session began: the peer is told of its grants whose use ended before.
+    pub(super) fn send_grant_ends(&mut self, now: Time, peer: Incarnation) {
+        let known = self.peers.get_mut(&peer);
+        let ends = known.map(|peer| std::mem::take(&mut peer.unsent_grant_ends));
+        for (grant, error) in ends.unwrap_or_default() {
+            self.send(now, peer, Message::GrantEnded { grant, error });
+        }
     }
 
     /// Reports the end once there is a verdict and nothing reads the source.

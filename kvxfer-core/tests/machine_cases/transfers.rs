@@ -146,6 +146,33 @@ fn a_cancelled_or_late_push_ends_its_grant() {
     }
 }
 
+/// Whoever ends what he has not begun, because there is no session yet, has spent the grant all the same.
+#[test]
+fn what_is_ended_before_the_first_session_ends_its_grant() {
+    for access in [Access::Write, Access::Read] {
+        for late in [false, true] {
+            let mut world = World::new(2);
+            let (handle, name) = grant(&mut world, 1, access, 2);
+            let transfer = match access {
+                Access::Write => push(&mut world, 0, 1, &name, TransferOptions::default()),
+                Access::Read => pull(&mut world, 0, &name, 7),
+            };
+            if late {
+                // The connection is on its way.
+                world.block(0, 1);
+                world.run_ms(1);
+            }
+            world.cancel(0, transfer);
+            world.run_ms(1);
+            assert_eq!(world.error(0, transfer), ErrorKind::Cancelled);
+            world.unblock();
+            world.run_ms(3000);
+            assert_eq!(world.error(1, handle), ErrorKind::Cancelled, "{access:?} {late}");
+            world.assert_clean();
+        }
+    }
+}
+
 #[test]
 fn a_push_that_arrived_is_not_undone() {
     let mut world = World::new(2);

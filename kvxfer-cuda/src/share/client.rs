@@ -44,13 +44,14 @@ struct Client<'a> {
     /// Imports that found no room to connect, and until when they try.
     waiting: Vec<(Arc<Core>, Instant)>,
     /// What owners that are gone had handed over: unmapped after the copies.
-    orphans: Vec<Held>,
+    /// With each goes the connection, last: while it is open, an owner that is not gone after all counts us as having it.
+    orphans: Vec<(Held, Arc<OwnedFd>)>,
     next_id: u64,
 }
 
 /// A process that lets us map memory.
 struct Owner {
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
     is_here: bool,
     /// Readable once the process has ended: a process that it forked may hold the connection.
     process: Option<OwnedFd>,
@@ -75,11 +76,22 @@ enum Mapping {
         _other: Option<Primary>,
     },
     Opened {
-        _allocation: Arc<Opened>,
+        allocation: Arc<Opened>,
     },
     Mapped {
         _mapped: Mapped,
     },
+}
+
+impl Held {
+    /// Unmaps it, unless others have the same. Memory behind descriptors may be freed by its owner whoever has it mapped; an
+    /// allocation that is opened may not.
+    fn let_go(self) -> Result<(), Refused> {
+        match self.mapping {
+            Some(Mapping::Opened { allocation }) => Arc::into_inner(allocation).map_or(Ok(()), Opened::close),
+            _ => Ok(()),
+        }
+    }
 }
 
 impl Client<'_> {
@@ -95,14 +107,14 @@ impl Client<'_> {
         if closing {
             let all = self.owners.values().flat_map(|owner| owner.held.values());
             let cores = all
-                .chain(&self.orphans)
+                .chain(self.orphans.iter().map(|(held, _)| held))
                 .map(|held| &held.core)
                 .chain(self.waiting.iter().map(|(core, _)| core));
             cores.for_each(|core| core.end(crate::CudaError::Closed.into()));
         }
         self.waiting.retain(|(core, _)| !core.is_over());
         self.owners.retain(|_, owner| owner.settle(closing));
-        self.orphans.retain(|held| !held.core.is_over());
+        self.orphans.retain(|(held, _)| !held.core.is_over());
         self.opened.retain(|_, opened| opened.strong_count() > 0);
         if closing && self.owners.is_empty() && self.waiting.is_empty() && self.orphans.is_empty() {
             return false;
@@ -256,12 +268,7 @@ impl Client<'_> {
                 };
                 self.opened.insert(key, Arc::downgrade(&allocation));
                 let address = allocation.address() + part.head;
-                (
-                    Mapping::Opened {
-                        _allocation: allocation,
-                    },
-                    address,
-                )
+                (Mapping::Opened { allocation }, address)
             }
             Form::Mappings { total, first, lengths } => {
                 if *first as usize != held.memory.len() {
@@ -323,10 +330,12 @@ impl Client<'_> {
             held.core.end(gone(
                 ErrorKind::PeerLost,
                 device,
-                "its owner has ended, or refused the connection",
+                "its owner has ended, or refused the connection (it lets in only processes of its own user)",
             ));
         }
-        self.orphans.extend(owner.held.drain().map(|(_, held)| held));
+        let socket = owner.socket;
+        let held = owner.held.drain().map(|(_, held)| (held, Arc::clone(&socket)));
+        self.orphans.extend(held);
     }
 }
 
@@ -356,7 +365,12 @@ impl Owner {
         let mut said: Vec<Letter> = Vec::new();
         for (id, held) in over {
             // First this, then the message: whoever gets it may free the memory.
-            drop(held);
+            if let Err(refused) = held.let_go() {
+                tracing::error!(%refused, "another process's memory stays mapped: its owner waits for the end of this process");
+                // Never closed: the owner counts us as having it for as long.
+                std::mem::forget(Arc::clone(&self.socket));
+                continue;
+            }
             said.push(Letter::new(wire::encode(&Said::LetGo { id })));
         }
         self.letters.extend(said);
@@ -428,7 +442,7 @@ fn connect(name: &Token, device: &str) -> Result<Option<Owner>, Error> {
     Ok(Some(Owner {
         is_here: peer.is_here(),
         process: peer.watch(),
-        socket,
+        socket: Arc::new(socket),
         letters: VecDeque::new(),
         held: HashMap::new(),
     }))

@@ -77,6 +77,7 @@ pub(super) fn enable_peer(primary: &Primary, other: &Primary) -> Result<(), Refu
 pub(super) struct Opened {
     primary: Arc<Primary>,
     address: u64,
+    open: bool,
 }
 
 impl Opened {
@@ -92,7 +93,22 @@ impl Opened {
         Ok(Opened {
             primary: Arc::clone(primary),
             address,
+            open: true,
         })
+    }
+
+    /// Closes it.
+    pub(super) fn close(mut self) -> Result<(), Refused> {
+        self.give_back()
+    }
+
+    fn give_back(&mut self) -> Result<(), Refused> {
+        if !std::mem::take(&mut self.open) {
+            return Ok(());
+        }
+        let _current = self.primary.enter_to_give_back()?;
+        // SAFETY: opened by `new`, closed once. Who owns the value keeps it while copies of it run.
+        unsafe { self.primary.driver().allocation_close(self.address) }
     }
 
     /// Where it begins.
@@ -103,11 +119,7 @@ impl Opened {
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        let closed = self.primary.enter_to_give_back().and_then(|_current| {
-            // SAFETY: opened by `new`, closed once. Who owns the value keeps it while copies of it run.
-            unsafe { self.primary.driver().allocation_close(self.address) }
-        });
-        report("another process's memory was not closed", closed);
+        report("another process's memory was not closed", self.give_back());
     }
 }
 

@@ -131,10 +131,15 @@ struct Import {
 
 impl Imported for Import {
     fn state(&self) -> ImportState {
-        let gone = |why| ImportState::Gone(Error::new(ErrorKind::NotRegistered, "an import").because(why));
+        let gone = |kind, why| ImportState::Gone(Error::new(kind, "an import").because(why));
         match &self.exporting {
-            None => gone("the test wanted it to fail, or there is no such export"),
-            Some(exporting) if exporting.recalled.load(Ordering::SeqCst) => gone("its owner has recalled it"),
+            None => gone(
+                ErrorKind::ResourceExhausted,
+                "the test wanted it to fail, or there is no such export",
+            ),
+            Some(exporting) if exporting.recalled.load(Ordering::SeqCst) => {
+                gone(ErrorKind::NotRegistered, "its owner has recalled it")
+            }
             Some(_) if Instant::now() < self.ready => ImportState::Pending,
             Some(_) => ImportState::Ready,
         }

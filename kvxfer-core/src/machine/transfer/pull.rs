@@ -283,11 +283,16 @@ impl Machine {
             Ok(_) => Verdict::Arrived,
             Err(error) => Verdict::Failed(error.clone()),
         };
+        let unused = result.as_ref().err().cloned();
         self.complete(id, result);
-        if let Some(slot) = pull.slot {
-            self.end_slot(now, slot, verdict.clone());
-            let grant = pull.grant.name;
-            self.send(now, pull.peer, Message::Verdict { grant, verdict });
+        let grant = pull.grant.name;
+        match (pull.slot, unused) {
+            (Some(slot), _) => {
+                self.end_slot(now, slot, verdict.clone());
+                self.send(now, pull.peer, Message::Verdict { grant, verdict });
+            }
+            (None, Some(error)) => self.tell_unused(now, pull.peer, grant, error),
+            (None, None) => {}
         }
     }
 

@@ -83,6 +83,10 @@ impl Drop for Joint {
 }
 
 impl ExportTable {
+    fn is_empty(&self) -> bool {
+        self.regions.lock().is_empty()
+    }
+
     /// Exports a region, unless its domain does not do that. Why not, if it might.
     fn add(&self, region: &Arc<Region>) -> Result<Option<Arc<dyn Exported>>, Error> {
         let mut regions = self.regions.lock();
@@ -211,7 +215,7 @@ impl Exports {
         staging: &Arc<StagingPool>,
         descriptions: &mut Vec<u8>,
     ) -> Option<OutReference> {
-        let table = self.table.as_deref()?;
+        let table = self.table.as_deref().filter(|table| !table.is_empty())?;
         let Payload::Stream {
             stream, regions, gate, ..
         } = &chunk.payload

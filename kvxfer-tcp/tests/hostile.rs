@@ -17,6 +17,7 @@ use kvxfer_core::wire::reference::Run;
 use kvxfer_core::{ErrorKind, Generation, Incarnation, SlotId};
 use kvxfer_tcp::TcpConfig;
 use kvxfer_testkit::rng::Rng;
+use kvxfer_testkit::staged::StagedMemory;
 use proptest::prelude::*;
 use support::*;
 
@@ -342,6 +343,76 @@ fn forged_references_write_nothing(world: &World) {
     let progress = victim.node.slots.progress(slot, generation).unwrap();
     assert_eq!((progress.applied_bytes, progress.arrived), (0, false));
     assert_live(world, victim);
+}
+
+/// Whoever refers and never answers is not remembered without a bound.
+#[test]
+fn references_that_are_never_settled_are_bounded() {
+    let (theirs, ours) = [1, 2]
+        .map(|seed| StagedMemory::new(Duration::ZERO, seed).unwrap())
+        .into();
+    theirs.sharing().allow(Duration::ZERO);
+    ours.sharing().allow(Duration::ZERO);
+    let world = World::new(v4(), Kind::Staged(ours));
+    let mut victim = Victim::new(&world);
+    let (_regions, _, slot, generation) = grant(&world, &victim);
+    let one = move |offset: u64| ChunkHeader {
+        offset,
+        length: 1,
+        ..header(slot, generation)
+    };
+    let region = theirs.allocate(1 << 20).unwrap();
+    let exported = region.domain().export(&region).unwrap().unwrap();
+    let mut stream = victim.lane();
+    let description = exported.description();
+    let bytes = description.len() as u32;
+    stream
+        .write_all(&LaneHeader::Export { number: 1, bytes }.encode())
+        .unwrap();
+    stream.write_all(description).unwrap();
+    // Chunks as bytes, until it is mapped.
+    let trailer = Trailer {
+        valid: true,
+        checksum: 0,
+    };
+    let mut offset = 0;
+    loop {
+        stream.write_all(&LaneHeader::Chunk(one(offset)).encode()).unwrap();
+        stream.write_all(&[7]).unwrap();
+        stream.write_all(&trailer.encode()).unwrap();
+        offset += 1;
+        let mut answer = [0; HEADER_BYTES];
+        stream.read_exact(&mut answer).unwrap();
+        if LaneHeader::decode(&answer).unwrap() == (LaneHeader::Imported { number: 1 }) {
+            break;
+        }
+    }
+    let mut run = Vec::new();
+    Run {
+        export: 1,
+        length: 1,
+        offset: 0,
+    }
+    .encode(&mut run);
+    // Each is followed, and asked about; nobody answers.
+    let mut refer = stream.try_clone().unwrap();
+    let referring = std::thread::spawn(move || {
+        for offset in offset..5_000 {
+            let reference = LaneHeader::Reference {
+                chunk: one(offset),
+                bytes: run.len() as u32,
+            };
+            if refer.write_all(&[&reference.encode()[..], &run].concat()).is_err() {
+                return;
+            }
+        }
+    });
+    assert!(closed(&mut stream));
+    let error = victim.lost();
+    assert_eq!(error.kind(), ErrorKind::Protocol, "{error}");
+    assert!(error.to_string().contains("chunks at once"), "{error}");
+    referring.join().unwrap();
+    assert_live(&world, victim);
 }
 
 /// The victim still works: a good chunk arrives.

@@ -138,6 +138,9 @@ impl Letter {
     }
 }
 
+/// How long nothing is sent when the system is short of what that takes.
+const SHORTAGE_PAUSE: std::time::Duration = std::time::Duration::from_millis(1);
+
 /// Sends a message, whole or not at all. False: there is no room for it now.
 pub(super) fn send(socket: &OwnedFd, letter: &Letter) -> Result<bool, Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(MAPPINGS_AT_ONCE))];
@@ -156,6 +159,12 @@ pub(super) fn send(socket: &OwnedFd, letter: &Letter) -> Result<bool, Errno> {
             Ok(_) => return Ok(true),
             Err(Errno::AGAIN) => return Ok(false),
             Err(Errno::INTR) => {}
+            // The system's, not the connection's, and over soon: what is to be said must not be lost for it. The socket has room,
+            // so that polling it would not wait.
+            Err(Errno::NOMEM | Errno::NOBUFS | Errno::TOOMANYREFS) => {
+                std::thread::sleep(SHORTAGE_PAUSE);
+                return Ok(false);
+            }
             Err(errno) => return Err(errno),
         }
     }

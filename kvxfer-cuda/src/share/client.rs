@@ -86,11 +86,18 @@ enum Mapping {
 impl Held {
     /// Unmaps it, unless others have the same. Memory behind descriptors may be freed by its owner whoever has it mapped; an
     /// allocation that is opened may not.
-    fn let_go(self) -> Result<(), Refused> {
-        match self.mapping {
+    ///
+    /// False: it stays mapped, and the connection to its owner open, by which that counts us as having it for as long.
+    fn let_go(self, socket: &Arc<OwnedFd>) -> bool {
+        let closed = match self.mapping {
             Some(Mapping::Opened { allocation }) => Arc::into_inner(allocation).map_or(Ok(()), Opened::close),
             _ => Ok(()),
+        };
+        if let Err(refused) = &closed {
+            tracing::error!(%refused, "another process's memory stays mapped: its owner waits for the end of this process");
+            std::mem::forget(Arc::clone(socket));
         }
+        closed.is_ok()
     }
 }
 
@@ -114,7 +121,9 @@ impl Client<'_> {
         }
         self.waiting.retain(|(core, _)| !core.is_over());
         self.owners.retain(|_, owner| owner.settle(closing));
-        self.orphans.retain(|(held, _)| !held.core.is_over());
+        for (held, socket) in self.orphans.extract_if(.., |(held, _)| held.core.is_over()) {
+            held.let_go(&socket);
+        }
         self.opened.retain(|_, opened| opened.strong_count() > 0);
         if closing && self.owners.is_empty() && self.waiting.is_empty() && self.orphans.is_empty() {
             return false;
@@ -365,13 +374,9 @@ impl Owner {
         let mut said: Vec<Letter> = Vec::new();
         for (id, held) in over {
             // First this, then the message: whoever gets it may free the memory.
-            if let Err(refused) = held.let_go() {
-                tracing::error!(%refused, "another process's memory stays mapped: its owner waits for the end of this process");
-                // Never closed: the owner counts us as having it for as long.
-                std::mem::forget(Arc::clone(&self.socket));
-                continue;
+            if held.let_go(&self.socket) {
+                said.push(Letter::new(wire::encode(&Said::LetGo { id })));
             }
-            said.push(Letter::new(wire::encode(&Said::LetGo { id })));
         }
         self.letters.extend(said);
         self.send();

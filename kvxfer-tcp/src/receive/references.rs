@@ -73,7 +73,7 @@ impl Body {
 #[derive(Default)]
 pub(super) struct References {
     copying: Vec<(StagedCopy<()>, ChunkHeader)>,
-    /// Copied, and the peer is asked whether it counts.
+    /// Copied, and the peer is asked whether it counts. As many as a slot lets be placed at once, at most.
     asked: Vec<ChunkHeader>,
     /// The connection is gone: nobody can be asked.
     lost: bool,

@@ -3,9 +3,11 @@
 //!
 //! ```ignore
 //! mod handover {
-//!     kvxfer_cases::handover!(kvxfer_cases::TCP.on_gpus("both"));
+//!     kvxfer_cases::handover!(kvxfer_cases::TCP);
 //! }
 //! ```
+//!
+//! or of several suites at once for a place, with [`tests_at`].
 
 #![allow(missing_docs, clippy::unwrap_used, clippy::print_stdout)]
 
@@ -42,6 +44,35 @@ macro_rules! suite {
                 )+
             };
         }
+    };
+}
+
+/// A module of tests for a place: suites of cases, or of some of a suite's.
+///
+/// ```ignore
+/// kvxfer_cases::tests_at! {
+///     /// Over TCP, between GPUs' memories.
+///     cuda_both, TCP.on_gpus("both") => handover, grants, reuse(blocks_retracted_while_they_are_read_never_arrive);
+/// }
+/// ```
+#[macro_export]
+macro_rules! tests_at {
+    ($($(#[$doc:meta])* $module:ident, $place:expr => $($suite:ident $(($($only:ident),+))?),+;)+) => {
+        $(
+            $(#[$doc])*
+            mod $module {
+                #[allow(unused_imports)]
+                use $crate::{RDMA, TCP};
+
+                const HERE: $crate::Place = $place;
+
+                $(
+                    mod $suite {
+                        $crate::$suite!(super::HERE $(, $($only),+)?);
+                    }
+                )+
+            }
+        )+
     };
 }
 

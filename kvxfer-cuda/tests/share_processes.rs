@@ -119,6 +119,31 @@ fn what_an_importer_cannot_unmap_counts_until_its_end() {
     bench.end();
 }
 
+/// An importer that gives its connection up, because it got less than was sent, has what it copies from mapped all the same.
+#[test]
+fn an_importer_that_breaks_off_while_it_copies_still_counts() {
+    let bench = Bench::with(&[("gpu0", "op_delay_us", "60000000")], Gather::Auto);
+    let made = bench.region(LENGTH);
+    let exported = export(&made).unwrap();
+    let start = bench.engine.map(&[BLOCK], true).unwrap();
+    let other = region(&bench.cuda, start, BLOCK as u64).unwrap();
+    let descriptor = export(&other).unwrap();
+    let mut child = Child::importer(&bench.fake, "0");
+    child.begins(&exported, LENGTH);
+    assert_eq!(child.ask("no more descriptors"), "none");
+    let said = child.maps(&descriptor);
+    assert!(said.starts_with("Gone") && said.contains("PeerLost"), "{said}");
+    exported.recall();
+    // Longer than an importer counts that has only closed its connection.
+    std::thread::sleep(Duration::from_millis(2500));
+    assert_eq!(exported.importers(), 1, "memory that is being read would be freed");
+    child.0.kill();
+    until("its end is noticed", || exported.importers() == 0);
+    drop((exported, descriptor, made, other));
+    bench.engine.unmap(start, &[BLOCK]).unwrap();
+    bench.end();
+}
+
 #[test]
 fn an_importer_that_is_killed_has_let_go() {
     let bench = Bench::new();

@@ -4,7 +4,7 @@ use std::io::BufRead;
 use std::path::Path;
 use std::sync::Arc;
 
-use kvxfer_core::memory::{Exported, ImportState, Imported, ImportedRun, Region, Segment};
+use kvxfer_core::memory::{CopyState, Exported, ImportState, Imported, ImportedRun, Region, Segment};
 use kvxfer_core::{Error, Result};
 use kvxfer_cuda::{Cuda, Gather};
 use kvxfer_fake_cuda::FakeCuda;
@@ -102,7 +102,10 @@ fn importer() {
     println!("ready");
     for line in std::io::stdin().lock().lines() {
         let line = line.unwrap();
-        let (word, rest) = line.split_once(' ').unwrap_or((&line, ""));
+        let (word, rest) = match line.starts_with("no ") {
+            true => (&*line, ""),
+            false => line.split_once(' ').unwrap_or((&line, "")),
+        };
         match word {
             "import" => {
                 let (length, description) = rest.split_once(' ').unwrap();
@@ -116,6 +119,38 @@ fn importer() {
                     Err(error) => println!("said refused {error}"),
                 }
                 regions.push(into);
+            }
+            // A copy whose end nobody waits for.
+            "begin" => {
+                let (length, description) = rest.split_once(' ').unwrap();
+                let length: u64 = length.parse().unwrap();
+                let into = region(&cuda, engine.allocate(length as usize).unwrap(), length).unwrap();
+                let import = into.domain().import(&unhex(description)).unwrap();
+                ready(&import);
+                let runs = [run(&import, 0, length)];
+                let all = [segment(0, 0, length)];
+                let domain = into.domain();
+                let ticket = domain
+                    .start_import_copy(&runs, std::slice::from_ref(&into), &all)
+                    .unwrap();
+                (0..10).for_each(|_| assert_eq!(domain.poll_copy(ticket).unwrap(), CopyState::Running));
+                println!("said begun");
+                imports.push(import);
+                regions.push(into);
+            }
+            // An import for the device of what was begun.
+            "map" => {
+                let import = regions.last().unwrap().domain().import(&unhex(rest)).unwrap();
+                println!("said {:?}", decided(&import));
+            }
+            "no more descriptors" => {
+                let none = rustix::process::Rlimit {
+                    // Those that are open are more; but nobody may poll more than so many.
+                    current: Some(8),
+                    ..rustix::process::getrlimit(rustix::process::Resource::Nofile)
+                };
+                rustix::process::setrlimit(rustix::process::Resource::Nofile, none).unwrap();
+                println!("said none");
             }
             "drop" => {
                 imports.clear();
@@ -204,6 +239,17 @@ impl Child {
     pub(crate) fn answer(&mut self) -> String {
         let line = self.0.expect_line("said ", PATIENCE).unwrap();
         line["said ".len()..].to_owned()
+    }
+
+    /// Has it map what is exported, for the device of what it has begun to copy.
+    pub(crate) fn maps(&mut self, exported: &Arc<dyn Exported>) -> String {
+        self.ask(&format!("map {}", hex(exported.description())))
+    }
+
+    /// Has it begin to copy what is exported.
+    pub(crate) fn begins(&mut self, exported: &Arc<dyn Exported>, length: u64) {
+        let begun = self.ask(&format!("begin {length} {}", hex(exported.description())));
+        assert_eq!(begun, "begun");
     }
 
     /// Has it fork, and kills it: only the fork is left.
